@@ -23,15 +23,17 @@ test: $(VENV)/.dev
 # it has the time.
 test-all: test kernels thorough
 
-# mypy sees the packages as they are installed: backends and viz inside flashsim. prose.py reads pages
-# and docstrings: long sentences, banned phrases, terms without a link to the glossary.
+# mypy sees the packages as they are installed: backends and viz inside flashsim. What it keeps of an
+# unchanged module saves a second run half a minute. prose.py reads pages and docstrings: long
+# sentences, banned phrases, terms without a link to the glossary.
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tests/tools/prose.py
 	rm -rf build/types && mkdir -p build/types/flashsim
 	ln -s $(CURDIR)/flashsim/* $(CURDIR)/backends $(CURDIR)/viz build/types/flashsim/
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+	  --cache-dir $(CURDIR)/$(VENV)/mypy
 
 modules: $(VENV)/.dev
 	$(BIN)/python -m pytest --collect-only -qq --covered 1 > $(VENV)/modules.log || { cat $(VENV)/modules.log; exit 1; }

@@ -1,1 +1,1 @@
-"""The backends for NVIDIA GPUs, imported as `flashsim.backends`; each is imported at first use."""
+"""Backends for NVIDIA GPUs, imported as `flashsim.backends`; each is loaded at first use."""

@@ -1,7 +1,7 @@
-"""Translate errors of the GPU, its driver or its compilers into `BackendUnavailable` errors.
+"""Turn errors of the GPU, its driver or its compilers into `BackendUnavailable` errors.
 
-The module recognises errors of CuPy, torch, numba-cuda and cuda.core by the names of their classes,
-without importing these libraries.
+Errors of CuPy, torch, numba-cuda and cuda.core are recognised by their class names, so these
+libraries are not imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNLOADED = frozenset({"CudaSupportError", "NvvmSupportError", "NvrtcSupportErro
 
 
 def require_cupy(backend: str) -> None:
-    """Raise `BackendUnavailable`, which names `backend`, if CuPy cannot be imported."""
+    """Raise `BackendUnavailable` for the given `backend` if CuPy cannot be imported."""
     try:
         import cupy  # noqa: F401
     except ImportError as error:
@@ -78,6 +78,6 @@ def _meaning(error: Exception) -> str | None:
 
 
 def _first_error(log: str) -> str:
-    """Return the first line of a compiler's log that mentions an error."""
+    """Return the first line that mentions an error in a compiler's log."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else log)

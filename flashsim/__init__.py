@@ -123,10 +123,10 @@ class _Late:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec, which Python's import replaced; do not run its code again.
+        """Restore the module's own spec, which Python's import replaced; do not rerun the module.
 
-        Loaded submodules of the module get their short names too. If a loaded submodule had no
-        short name, importing it by that name would replace a function of the same name in its
+        Submodules that are already loaded get short names too. Without a short name, importing such
+        a submodule by that name would replace a function of the same name in the submodule's
         package.
         """
         second = module.__spec__

@@ -185,8 +185,9 @@ def own_errors(called: _Callable) -> _Callable:
 
     A missing or unknown argument raises an `UnknownArgumentError`, which lists the passed and the
     possible arguments. If a call raises a built-in error and an argument does not match its
-    annotation, a `DTypeError` names the argument. For a class, the decorator covers the constructor
-    and the public methods. The decorator costs a correct call only one `try` statement.
+    annotation, a `DTypeError` names the argument. Used on a class, the decorator covers the
+    constructor and the public methods. For a correct call, the decorator costs only one `try`
+    statement.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]

@@ -55,7 +55,7 @@ class Table:
         """Return the table as Rich prints it in a terminal of `width` columns, with no cell cut.
 
         If a table does not fit, its constant columns move into the title. If the table still does
-        not fit, bytes and FLOPs get larger units. A table that is still too wide is transposed,
+        not fit, bytes and FLOPs get larger units. A table that is too wide even then is transposed,
         with one column per row, in as many pieces as necessary.
         """
         from rich.console import Group
@@ -212,7 +212,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Do as `beside` does, but raise an `OptionError` if the file cannot be written."""
+    """Yield a temporary path like `beside`; raise `OptionError` if the file cannot be written."""
     try:
         with beside(path) as part:
             yield part
@@ -234,14 +234,14 @@ def _texts(table: Table) -> list[list[str]]:
 
 
 def _phrase(name: str, value: Cell) -> str:
-    """Return words for a column's name and its constant value: ("store B", 5) gives "store 5 B"."""
+    """Return a column's constant value in words: ("store B", 5) gives "store 5 B"."""
     what, _, unit = name.rpartition(" ")
     text = format_cell(value)
     return f"{what} {text} B" if unit == "B" and what else f"{name} {text}"
 
 
 def _least(text: str) -> int:
-    """Return the least width of a cell: only texts longer than `_WHOLE` may break, at spaces."""
+    """Return a cell's least width: only texts longer than `_WHOLE` may break, at spaces."""
     if len(text) <= _WHOLE:
         return len(text)
     return max(len(word) if word[:1].isdigit() else min(len(word), _WHOLE) for word in text.split())
@@ -256,8 +256,8 @@ def _grids(
 ) -> list[Any]:
     """Return the cells as Rich tables, or an empty list if they do not fit the width.
 
-    With `pieces`, the cells may be split into several tables, each with the first column and as
-    many other columns as fit.
+    If `pieces` is true, the cells may be split into several tables, each with the first column and
+    as many of the next columns as fit.
     """
     from rich import box
     from rich.table import Table as RichTable
@@ -291,7 +291,7 @@ def _grids(
 
 
 def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Return the columns' widths: the `wanted` widths, cut to a common maximum that fits."""
+    """Return the widths of columns: the `wanted` widths, cut to a common maximum that fits."""
     upto = lambda cap: [max(x, min(y, cap)) for x, y in zip(least, wanted, strict=True)]  # noqa: E731
     cap = max((c for c in range(max(wanted) + 1) if sum(upto(c)) <= room), default=0)
     widths, wider = upto(cap), upto(cap + 1)
@@ -306,22 +306,22 @@ def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]
 
 
 def titled(value: Any) -> str:
-    """Return one line for an object that has a `table()`: its class and its table's title."""
+    """Return one line that shows an object's class and the title of the object's `table()`."""
     return f"<{type(value).__name__} {value.table().title}>"
 
 
 def text(value: Any) -> str:
-    """Return the table of an object that has a `table()`, as text."""
+    """Return an object's `table()` as text."""
     return value.table().text()
 
 
 def tabled(value: Any) -> str:
-    """Return the table of an object that has a `table()`, as HTML."""
+    """Return an object's `table()` as HTML."""
     return value.table().html()
 
 
 class Tabled:
-    """Base of classes with a `table()`: prints that table, and shows it in a notebook."""
+    """Base of classes with a `table()`: prints the table, and shows it in a notebook."""
 
     __str__, __repr__, _repr_html_ = text, titled, tabled
 

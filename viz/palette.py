@@ -136,10 +136,7 @@ OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1
 
 
 def tint(tensor: str, name: str = "light") -> str:
-    """Return the colour of any tensor; a tensor that a user's algorithm adds has a colour of `OWN`.
-
-    Unnamed intermediate results are grey.
-    """
+    """Return the colour of any tensor; tensors that a user's algorithm adds get one of `OWN`."""
     key = tensor.removesuffix("_acc").removesuffix("_scale")
     if key in theme(name).tensors:
         return color(tensor, name)
@@ -147,15 +144,15 @@ def tint(tensor: str, name: str = "light") -> str:
 
 
 def is_gradient(tensor: str) -> bool:
-    """Return whether a tensor is a gradient (dQ, dBias ...), which is drawn hatched."""
+    """Return whether a tensor is a gradient (dQ, dBias ...); gradients are drawn hatched."""
     return len(tensor) > 1 and tensor[0] == "d" and tensor[1].isupper()
 
 
 def rgb(shade: str) -> np.ndarray:
-    """Return the red, green and blue values of a ``#rrggbb`` colour, float64 (3,) from 0 to 255."""
+    """Return a ``#rrggbb`` colour's red, green and blue values from 0 to 255, in float64."""
     return np.array([int(shade[n : n + 2], 16) for n in (1, 3, 5)], float)
 
 
 def mix(first: str, other: str, share: float) -> np.ndarray:
-    """Return a mixture of two colours, in the format of `rgb`; `share` is the share of `other`."""
+    """Return a mixture of two colours, in the format of `rgb`; `share` is the part of `other`."""
     return rgb(first) + (rgb(other) - rgb(first)) * share

@@ -139,7 +139,7 @@ def _is_math(text: str) -> bool:
 
 
 def _cell(ax: Axes) -> bytes:
-    """Return the figure of an Axes as PNG; a notebook shows it instead of ``<Axes: ...>``."""
+    """Return the figure of an Axes as PNG, for a notebook to show instead of ``<Axes: ...>``."""
     buffer = io.BytesIO()
     figure = ax.figure.canvas.figure  # the whole figure, also for an Axes of a subfigure
     figure.savefig(buffer, format="png")
@@ -170,7 +170,7 @@ _BESIDE = (
 def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: float = 11) -> None:
     """Write a name beside each mark, at a position where it covers no line and no other name.
 
-    The axes must have their final limits and scales.
+    Call the function after the limits and scales of the axes are final.
     """
     ax.figure.canvas.figure.draw_without_rendering()  # runs the layout, which places the axes
     lines = [line for line in ax.lines if line.get_linestyle() != "None"]

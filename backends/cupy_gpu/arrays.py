@@ -1,12 +1,12 @@
-"""Give the NumPy, CuPy or torch arrays of a GPU call a single interface.
+"""Give NumPy, CuPy and torch arrays a single interface for GPU calls.
 
 A GPU call returns arrays of the inputs' library, or CuPy arrays if that library is not NumPy, CuPy
 or torch. The inputs' library can import a CuPy array through DLPack without a copy.
 
-A GPU array is copied only if the kernels' 16-byte accesses cannot read it. In such an array, the
-last axis is not contiguous, a row is not 16-byte aligned, or head_dim is not a multiple of 8. CuPy
-copies NumPy inputs to the GPU, and the results back to the CPU. For torch arrays, kernels run on
-torch's current CUDA stream. For all other arrays, kernels run on CuPy's current stream.
+A GPU array is copied only if the kernels' 16-byte accesses cannot read it. An array is copied if
+its last axis is not contiguous, a row is not 16-byte aligned, or head_dim is not a multiple of 8.
+CuPy copies NumPy inputs to the GPU, and the results back to the CPU. For torch arrays, kernels run
+on torch's current CUDA stream. For all other arrays, kernels run on CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Space:
             return cupy.zeros(shape, "uint32")
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` columns of a `width`-column array, in the inputs' library."""
+        """Return the first `keep` of an array's `width` columns, in the inputs' library."""
         return array if keep == width else _copy(array[..., :keep])
 
 
@@ -149,7 +149,7 @@ class NumpySpace(CupySpace):
         return cupy.empty(0, _RAW.get(size, np.float32))
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` columns of a `width`-column array, as a NumPy array."""
+        """Return the first `keep` of an array's `width` columns, as a NumPy array."""
         host = cupy.asnumpy(super().result(array, keep, width))
         return host.view(self.dtype) if host.dtype == np.uint16 else host
 
@@ -188,7 +188,7 @@ class TorchSpace(Space):
         return made(*shape) if shape else made(())
 
     def maker(self, shape: tuple[int, ...], dtype: str = "float32") -> Callable[[], Any]:
-        """Return a function that returns a new uninitialised tensor of this shape and type."""
+        """Return a function without arguments that allocates a tensor of this shape and type."""
         kind = getattr(self.torch, dtype)
         try:
             # torch's allocation for compiled code takes half the time, but it is private.
@@ -345,7 +345,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """Return one and the same space for equal arguments, so that `is` can compare spaces."""
+    """Return a `Space`; equal arguments give the same object, so that `is` can compare spaces."""
     return space(*where)
 
 
@@ -389,7 +389,7 @@ def as_cupy(array: Any) -> cupy.ndarray:
 
 
 def as_library_of(like: Any, array: cupy.ndarray) -> Any:
-    """Convert a CuPy array to an array of the library of `like`."""
+    """Convert a CuPy array to an array of the same library as `like`."""
     if isinstance(like, np.ndarray):
         return array.get()
     if is_torch(like):
@@ -412,12 +412,11 @@ def _place(array: Any) -> str:
 
 
 def _readable(steps: int, last: int, width: int) -> bool:
-    """Return whether a kernel can read an array with 16-byte accesses, without a copy.
+    """Return whether a kernel can read an array in place, with 16-byte accesses.
 
     The rows of a readable array are contiguous, 16-byte aligned, and a multiple of 16 bytes long.
-    `steps` is the bitwise OR of the address and all strides in bytes. `steps` is a multiple of 16
-    if and only if the address and all strides are. `last` and `width` are the stride and the length
-    of the array's last axis, in elements.
+    `steps` is the bitwise OR of the address and all strides in bytes. `last` and `width` are the
+    stride and length of the last axis, in elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

@@ -17,7 +17,7 @@ NAME = "the bias argument"
 
 
 def as_function(job: Job, *, gradient: bool = False) -> Job:
-    """Return the job with its bias, if any, turned into an array that its score function captures.
+    """Return a job whose score function adds the bias, if the job has a bias.
 
     With `gradient`, the backward pass also computes the bias's gradient.
     """
@@ -38,7 +38,7 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
 
 @lru_cache(maxsize=64)
 def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
-    """Return a score function that adds its last captured array, the bias, and applies `score`."""
+    """Return a score function that applies `score` and adds the bias, the last captured array."""
     arrays = () if score is None else score.arrays
     made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
     at = [
@@ -57,6 +57,6 @@ def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph
 
 
 def renamed(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the dict `found` of gradients, in which the bias's gradient is renamed "dbias"."""
+    """Rename the bias's gradient to "dbias" in the dict `found`, and return the dict."""
     name = f"d:{NAME}"
     return {"dbias" if key == name else key: x for key, x in found.items()}

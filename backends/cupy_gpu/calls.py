@@ -1,8 +1,8 @@
 """Prepare a job's kernel launches once, so that each call only fills in its arrays.
 
-A `Plan` holds what repeated calls share: passes, compiled functions, and tables in GPU memory. A
-`ReadyPass` is one pass of a plan with its parameter buffer. A call writes the addresses and strides
-of its arrays into the parameter buffer, and passes the buffer to the driver.
+A `Plan` holds what repeated calls share: launches, compiled functions, and tables in GPU memory. A
+`ReadyPass` is one launch of a plan with its parameter buffer. A call writes the addresses and
+strides of its arrays into the parameter buffer, and passes the buffer to the driver.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Return copies of a schedule's tables in GPU memory, which are cached per device."""
+    """Return copies of a schedule's tables in GPU memory, cached per device."""
     return Uploaded(tables)
 
 
@@ -74,12 +74,12 @@ class NewArray(NamedTuple):
     width: int
 
     def at(self, address: int) -> tuple[int, int, int, int]:
-        """Return `address` and the array's strides, which are its fields in ``struct Args``."""
+        """Return `address` and the strides, in the order of the fields of ``struct Args``."""
         return address, *self.strides
 
 
 class NewArrays(NamedTuple):
-    """The shapes and strides of a call's new arrays, and the total query rows of all heads."""
+    """The shapes and strides of a call's new arrays, and the number of query rows of all heads."""
 
     out: NewArray
     lse: tuple[int, int, int]
@@ -90,7 +90,7 @@ class NewArrays(NamedTuple):
 
     @classmethod
     def of(cls, p: Problem) -> NewArrays:
-        """Return the shapes and strides of the new arrays of each call for this problem."""
+        """Return the shapes and strides of the arrays that each call allocates for this problem."""
 
         def made(heads: int, n: int, head_dim: int) -> NewArray:
             width = launch.row_elements(head_dim)
@@ -133,7 +133,7 @@ class Call:
 
 
 class ReadyPass:
-    """A compiled pass with its tables in GPU memory, ready to launch on any call's arrays."""
+    """A compiled launch with its tables in GPU memory, usable for any call's arrays."""
 
     def __init__(self, one: KernelPass, device: int, load: Load) -> None:
         self.one = one
@@ -244,7 +244,7 @@ class ReadyPass:
             self._args.values["sinks"] = captured.sinks
 
     def _counter_of(self, call: Call) -> tuple[int, Any]:
-        """Return the address of a work counter with value 0, and the object that owns its memory.
+        """Return the address of a work counter that is 0, and the object that owns this memory.
 
         No other launch uses this counter at the same time. The caller must hold the counter's owner
         until the launch is in the stream.
@@ -262,7 +262,7 @@ class ReadyPass:
 
 
 class Repeated:
-    """Cached launches of calls, by key: a call's stream, and its arrays' addresses and strides.
+    """A cache of launches; a key is a call's stream and its arrays' addresses and strides.
 
     Keys recur because memory allocators often reuse the address of freed memory. When a key occurs
     for the second time, its launches are prepared and cached.
@@ -274,7 +274,7 @@ class Repeated:
         self._known: dict[tuple[Any, ...], tuple[FixedLaunch, ...] | None] = {}
 
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
-        """Repeat the launches that `note` cached for `key`, or return False if there are none."""
+        """Repeat the launches cached for `key`, or return False if none are cached."""
         found = self._known.get(key)
         if found is None or (self._counts and _makes_its_counter(stream)):
             return False
@@ -296,20 +296,19 @@ _MOST_REPEATED = 256
 
 
 def _makes_its_counter(stream: int) -> bool:
-    """Return whether every launch on this stream needs a separate work counter.
+    """Return whether every launch on this stream needs its own work counter.
 
-    The handle of CUDA's per-thread stream means a different stream in each thread. A captured CUDA
-    graph may later run in any stream and beside other launches.
+    The handle of CUDA's per-thread stream denotes a different stream in each thread. A captured
+    CUDA graph may later run in any stream, at the same time as other launches.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
 
 def _map_of(box: launch.Box) -> range:
-    """Return the indices in `Call.head` of the address and strides of a box's tensor.
+    """Return the indices in `Call.head` of the address and strides of the tensor that a box names.
 
-    For dQ's accumulator, the result is the index of the address alone, since the strides never
-    change. For a captured array, the result is empty, since `Call.head` does not hold captured
-    arrays.
+    For dQ's accumulator, the result is only the index of the address, since the strides are fixed.
+    For a captured array, the result is empty, since `Call.head` does not hold captured arrays.
     """
     if box.tensor == launch.TILE:
         return range(0)
@@ -390,7 +389,7 @@ class Plan:
         dlse: int,
         made: Sequence[Any],
     ) -> tuple[int, ...]:
-        """Return the `Call.head` of a backward that writes to `made`, a result of `new_arrays`."""
+        """Return the `Call.head` of a backward pass that writes to `made` (from `new_arrays`)."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
         return (
@@ -401,7 +400,7 @@ class Plan:
     def run(
         self, call: Call, trace: bool | str
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
-        """Launch all passes; return trace events and the timeline, each None unless requested."""
+        """Launch all kernels; return trace events and the timeline, each None unless requested."""
         if not trace:
             for launch_one in self.launches:
                 launch_one(call, {})

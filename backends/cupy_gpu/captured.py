@@ -19,11 +19,11 @@ from flashsim.problem.problem import numpy_dtype
 class ReadByFunctions(NamedTuple):
     """One call's captured arrays and attention sinks, which kernels read besides q, k and v.
 
-    `plain` and `summing` are the bytes of ``struct FlashCaptured``. Kernels take `summing` if they
-    compute gradients of captured arrays, and otherwise `plain`. `sinks` is the address of one
-    float32 per query head, or 0 without sinks. `tile` is the address of the array that TMA loads
-    tile by tile, or 0 without such an array. `gradients` maps "d:<name>" to a float32 array of
-    zeros, to which the kernel adds. `keeps` holds the owners of the arrays' memory.
+    `plain` and `summing` are two versions of the bytes of ``struct FlashCaptured``. Kernels take
+    `summing` if they compute gradients of captured arrays, and otherwise `plain`. `sinks` is the
+    address of one float32 number per query head, or 0 without sinks. `tile` is the address of the
+    captured array that TMA loads tile by tile, or 0 if none is. `gradients` maps "d:<name>" to a
+    zeroed float32 array, to which the kernel adds. `keeps` holds the owners of the arrays' memory.
     """
 
     plain: bytes = b""
@@ -89,7 +89,7 @@ def gradients(
 
 
 def _rounded(array: Any, dtype: str) -> Any:
-    """Return an array converted to a type that is given by name."""
+    """Convert an array to the element type with this name."""
     if arrays.dtype_name(array) == dtype:
         return array
     if arrays.is_torch(array):
@@ -116,7 +116,7 @@ def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
 
 
 def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
-    """Return a GPU array as a contiguous array (view or copy) of the type that kernels read."""
+    """Return a contiguous array of the type that kernels read, copied only if necessary."""
     if spec.dtype == "bfloat16":
         # float32 values, converted to the type that kernels read
         if isinstance(array, np.ndarray) and array.dtype == np.float32:
@@ -126,7 +126,7 @@ def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
 
 
 def _on_gpu(array: Any) -> cupy.ndarray:
-    """Return any library's array as a CuPy array on the current device, copied if necessary."""
+    """Return an array of any library as a CuPy array on the current device, copied if necessary."""
     if isinstance(array, np.ndarray):
         return arrays.upload(np.ascontiguousarray(array))
     if arrays.is_torch(array):
@@ -138,7 +138,7 @@ def _on_gpu(array: Any) -> cupy.ndarray:
 
 
 def _of_torch(tensor: Any) -> cupy.ndarray:
-    """Return a CUDA tensor as a CuPy array, which holds raw bits if the tensor is bfloat16."""
+    """Return a CUDA tensor as a CuPy array; a bfloat16 tensor becomes an array of raw bits."""
     import torch
 
     if tensor.dtype == torch.bfloat16:

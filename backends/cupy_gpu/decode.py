@@ -1,4 +1,4 @@
-"""Run `algorithm="flash-decode"` on a GPU, in one or two launches, with memory that calls reuse."""
+"""Run `algorithm="flash-decode"` on a GPU in one or two launches, with reusable memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Workspace:
         return held[1]
 
     def partial(self, space: arrays.Space, made: decode_plan.Decode) -> tuple[int, int, int]:
-        """Return the addresses of the partial O, of the partial LSE and of the arrival counters."""
+        """Return the addresses of the partial O, the partial LSE and the arrival counters."""
         outputs, sums = made.partial_elements
         if not outputs:
             return 0, 0, 0
@@ -87,12 +87,12 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 def _parts(
     space: arrays.Space, made: decode_plan.Decode, given: Workspace | None, stream: int
 ) -> tuple[tuple[int, int, int], Any]:
-    """Return the three addresses that `Workspace.partial` returns, and the owner of the memory.
+    """Return the addresses that `Workspace.partial` returns, and the owner of that memory.
 
     The owner is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
-    is captured, a call without a workspace allocates from the graph's private memory. The graph may
-    later run in any stream, beside other work. The arrival counters of a captured graph are never
-    freed.
+    is captured, a call without a workspace allocates from the graph's private memory. A captured
+    graph may later run in any stream, at the same time as other work. The arrival counters of a
+    captured graph are never freed.
     """
     if given is not None:
         return given.partial(space, made), None
@@ -116,7 +116,7 @@ _CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
 
 
 def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
-    """Return the address of `n` counters for a captured graph; every launch leaves them at 0."""
+    """Return the address of `n` counters for a captured graph; each launch resets them to 0."""
     held = _CAPTURED.setdefault((space.device, capture_of(stream), stream), [])
     if not held or held[-1].size < n:
         with aside():
@@ -195,7 +195,7 @@ class Decoder:
     """Decodes torch tensors; the kernel reads the sequence lengths from GPU memory.
 
     Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it. The
-    number of splits is chosen for sequences of `problem.n_kv` keys, but a call's sequences may be
+    number of splits is chosen for sequences of `problem.n_kv` keys, but the sequences may be
     shorter or longer.
     """
 
@@ -225,9 +225,9 @@ class Decoder:
 
         `q` is (batch, heads, n_q, head_dim). `k` and `v` are (entries, kv_heads, n, width), or with
         a `table` (pages, kv_heads, page, width). `lengths`, `starts` and `entries` are contiguous
-        int32 (batch,). For each sequence, they hold the end and the begin of its live keys, and the
-        index of its entry in the cache. `table` is int32 (batch, pages per sequence) with
-        contiguous rows.
+        int32 arrays of shape (batch,). `lengths`, `starts` and `entries` hold the end and start of
+        each sequence's live keys, and the sequence's index in the cache. `table` is an int32 array
+        (batch, pages per sequence) with contiguous rows.
         """
         space, pages, capacity, row = self._space, 0, k.shape[2], 0
         with _EXPLAINING, space.on_device():
@@ -259,7 +259,7 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode arrays at these addresses; every sequence has `keys` live keys."""
+        """Decode the arrays at these addresses, with `keys` live keys per sequence."""
         with _EXPLAINING, self._space.on_device():
             parts, _kept = _parts(self._space, self._made, None, stream)
             head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
@@ -272,7 +272,8 @@ _EXPLAINING = failures.Explaining()
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
     """Run decoding once, and return the bytes per tensor that the kernel's threads report.
 
-    The entry "O_part read" counts the partial results O that the merging threads read.
+    The entry "O_part read" is the number of bytes of partial outputs O that the merging threads
+    read.
     """
     return _forward(job, gpu, space, counts=True)[1]
 
@@ -367,12 +368,11 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
 
 
 def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
-    """Return the number of keys of each sequence, and of the prefix that all sequences share.
+    """Return each sequence's number of keys, and the number of keys that all sequences share.
 
-    The function does not check a block table in GPU memory, since it would have to wait for the
-    GPU. The kernel skips page numbers that the page pool lacks, and the output of a sequence with
-    such a number is NaN. The function also trusts the caller's number of keys that all sequences
-    share.
+    The function does not check a block table in GPU memory, since reading it would wait for the
+    GPU. The kernel skips page numbers outside the page pool; the output of a sequence with such a
+    page number is NaN. The function does not check whether all sequences really share these keys.
     """
     p, options = job.problem, job.options
     lengths = live_keys.live_lengths(
@@ -392,7 +392,7 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
 
 
 def _table(table: Any) -> tuple[int, int, Any]:
-    """Return the address and row length of a block table, and the GPU array that holds it."""
+    """Return a block table's address and row length, and the GPU array that holds the table."""
     if table is None:
         return 0, 0, None
     if isinstance(table, np.ndarray):

@@ -1,4 +1,4 @@
-"""Launch the passes of an already checked request directly on torch tensors."""
+"""Run an already checked request's kernels directly on torch tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Placed:
 
 
 class Forward:
-    """A forward pass on torch tensors on one device, which caches launches and repeats them."""
+    """A forward pass on torch tensors of one device, which caches its launches and repeats them."""
 
     def __init__(self, space: arrays.TorchSpace, plan: Plan) -> None:
         self._space, self._plan, sizes = space, plan, plan.sizes
@@ -55,9 +55,9 @@ class Forward:
     def again(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
         """Return new arrays for out and the LSE, and None if a cached launch was repeated.
 
-        If no launch is cached for these addresses, the third result is the key to pass to `note`,
-        and the caller must launch the pass. The rows of the attention output are padded. The
-        space's device must be the current device.
+        If no launch is cached, the third result is the key for `note`, and the caller must launch
+        the pass. The rows of the attention output are padded. The caller must make the space's
+        device current.
         """
         space = self._space
         out, lse, stream = self._out(), self._lse(), space.stream()
@@ -68,7 +68,7 @@ class Forward:
         return out, lse, None if self._repeated.launch(key, stream) else key
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Record a call so that `again` can repeat it; none of its tensors may be a copy."""
+        """Record a call so that `again` can repeat it; it must use no copy of a tensor."""
         self._repeated.note(key, call)
 
     def __call__(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -93,8 +93,8 @@ class Forward:
 class Direct:
     """The forward and backward pass of a checked job, for torch tensors on one device.
 
-    The function ``backward(with_lse)`` returns the plan of the backward pass, where `with_lse` says
-    whether the LSE has a gradient. `dims` are head_dim and head_dim_v.
+    ``backward(with_lse)`` returns the plan of the backward pass; `with_lse` says whether the LSE
+    has a gradient. `dims` are head_dim and head_dim_v.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Direct:
 
 
 def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
-    """Return five functions, which allocate the five arrays of `Plan.new_arrays`."""
+    """Return five functions; each allocates one of the five arrays of `Plan.new_arrays`."""
     sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
     makers = [space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)]
     scratch = _none if summed is None else space.maker((summed + sizes.rows,))
@@ -168,4 +168,4 @@ def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
 
 
 def _none() -> None:
-    """Return None in place of an array that the pass does not need."""
+    """A function returns None if the pass does not need its array."""

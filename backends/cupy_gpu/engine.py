@@ -65,7 +65,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass as three passes, or as a fused pass that accumulates dQ in HBM."""
+    """Run the backward pass in three passes, or in a fused pass that accumulates dQ in HBM."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"algorithm={DECODE!r} has no backward pass; use algorithm='flash2'")
     _no_traced_bias(job)
@@ -83,7 +83,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array filled with `value`, as `constant` does, but without checking the job."""
+    """Return an array filled with `value` for a job that was already checked (see `constant`)."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -92,12 +92,12 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 
 
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
-    """Return a checked job's passes as functions of torch tensors, or None.
+    """Return a checked job's forward and backward pass as functions of torch tensors, or None.
 
-    The returned functions do not check their arguments. The result is None if the job's arrays are
-    not torch tensors, or if launches need more than the tensors' addresses and strides.
-    ``backward_job(recalled, with_lse)`` returns the backward's job. `recalled` is the result of
-    `recall`, and `with_lse` says whether the LSE has a gradient.
+    The returned functions do not check their arguments. The result is None if the arrays are not
+    torch tensors, or if launches need more than addresses and strides. ``backward_job(recalled,
+    with_lse)`` returns the backward pass's job. `recalled` is the result of `recall`, and
+    `with_lse` says whether the LSE has a gradient.
     """
     p = job.problem
     if job.algorithm == DECODE or job.trace or p.fp8:
@@ -119,9 +119,9 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 def placed(job: Job, *, few: bool) -> Placed | None:
     """Return a checked job's forward pass as a function of array addresses, or None.
 
-    With `few`, the returned function runs the decode kernels. The arrays at the addresses must be
-    contiguous. The result is None if the kernels cannot read contiguous arrays in place, for
-    example because a head_dim is not a multiple of 8.
+    With `few` queries, the returned function runs the decode kernels. The arrays at the addresses
+    must be contiguous. The result is None if the kernels cannot read contiguous arrays in place,
+    for example because a head_dim is not a multiple of 8.
     """
     p = job.problem
     require_gpu()
@@ -146,7 +146,7 @@ def decoder(
 
 
 def adopt(name: str, array: Any) -> Any:
-    """Return a CuPy array that shares the memory of an array that supports only DLPack."""
+    """Return a CuPy array that shares the memory of an array which supports only DLPack."""
     require_gpu()
     return arrays.adopt(name, array)
 
@@ -161,8 +161,7 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether "flash2-once" (deterministic) is the fastest backward on this GPU.
 
-    `job` is the backward pass that runs if the result is False. The algorithm of `job` is "flash2"
-    if the pass must be deterministic.
+    The function compares "flash2-once" with `job`, the backward pass that would run otherwise.
     """
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
@@ -170,7 +169,7 @@ def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fused backward is the fastest, if dQ may be added in any order."""
+    """Return whether the fused backward pass is the fastest if dQ may be added up in any order."""
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     return _family(job, gpu, "backward").fuses(job.problem, gpu)
 
@@ -227,7 +226,7 @@ def _outcome(
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
-    """Return an object that repeats forward launches, or None if there are functions or sinks."""
+    """Return an object that repeats forward launches; None if the job has functions or sinks."""
     p = job.problem
     if job.trace or p.fp8 or not isinstance(space, arrays.TorchSpace):
         return None
@@ -313,7 +312,7 @@ _EXPLAINING = failures.Explaining()
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
-    """Return the plan of a job's launches (cached, since it does not depend on the arrays)."""
+    """Return the plan of a job's launches, cached because it does not depend on the arrays."""
     plan = job.memo.get((family_of, direction, space))
     if plan is None:
         plan = job.memo[family_of, direction, space] = _planned(
@@ -356,7 +355,7 @@ def _planned(
 
 @cache
 def gpu_of(device: int) -> Gpu:
-    """Return a GPU's properties for launches, or raise `BackendUnavailable` if it is too old."""
+    """Return a GPU's properties, or raise `BackendUnavailable` if the GPU is too old."""
     properties = cupy.cuda.runtime.getDeviceProperties(device)
     capability = (properties["major"], properties["minor"])
     name = properties["name"].decode()
@@ -402,7 +401,7 @@ def preset() -> Device:
 
 
 def _hbm_bandwidth(device: int) -> float:
-    """Return HBM's bandwidth in bytes per second, which is bus width times twice the clock."""
+    """Return HBM's bandwidth in bytes per second: bus width times twice the memory clock."""
     runtime = cupy.cuda.runtime
     khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device)
     bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device)
@@ -467,7 +466,7 @@ def _no_fp8_gradients(job: Job) -> None:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """Return the job's kernel family; for "auto", Hopper's family if it supports the job."""
+    """Return the kernel family that the job names; "auto" prefers Hopper's family."""
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":

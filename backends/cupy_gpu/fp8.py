@@ -1,4 +1,4 @@
-"""Prepare two inputs of the Hopper FP8 forward: a transposed V, and the scales."""
+"""Prepare a transposed V and the scales for the Hopper FP8 forward pass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
     """Return V^T, in which the keys are permuted as the kernel expects.
 
-    The result is the caller's option `v_transposed`, or a new array if the option is not passed. If
-    `v_transposed` does not belong to V, the function raises `ShapeError` or `DTypeError`.
+    The result is the option `v_transposed`, or a new array if the caller did not pass this option.
+    If `v_transposed` does not belong to V, the function raises `ShapeError` or `DTypeError`.
     """
     p = job.problem
     shape = p.batch, p.kv_heads, p.head_dim_v, whole_sixteens(p.n_kv)
@@ -65,11 +65,11 @@ def launch(
     q: Any,
     k: Any,
 ) -> None:
-    """Launch the given kernels of kernels/hopper/quantize.cu in order, on the space's stream.
+    """Launch these kernels of kernels/hopper/quantize.cu in order, on the space's stream.
 
     `inputs` maps the names of the inputs (among q, k and v) to arrays. `others` maps the names of
-    all other arrays of ``struct Args`` to arrays. `q` and `k` are the shapes of Q (or None) and of
-    K.
+    all other arrays of ``struct Args`` to arrays. `q` and `k` are the shapes of Q (None without Q)
+    and of K.
     """
     record = np.zeros((), family.ARGS)
     for name, view in inputs.items():

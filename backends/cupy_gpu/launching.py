@@ -1,7 +1,7 @@
-"""Launch kernels through the CUDA driver, and hold the memory of their arguments.
+"""Launch kernels through the CUDA driver, and manage the memory of kernel arguments.
 
 Thread-block clusters and programmatic dependent launch (a kernel may begin before the previous one
-ends) need launch attributes, which CuPy cannot set. This module sets them by calls to the CUDA
+ends) need launch attributes, which CuPy cannot set. The launch attributes are set through the CUDA
 driver's library.
 """
 
@@ -57,7 +57,7 @@ class Argument:
 
 
 class Parameters:
-    """The array that a launch passes to the driver: the addresses of the kernel's arguments."""
+    """The array of argument addresses that a launch passes to the driver."""
 
     def __init__(self, *addresses: int, keeps: Any = None) -> None:
         self._keeps = keeps  # keeps the argument alive
@@ -66,11 +66,11 @@ class Parameters:
 
 
 class Launcher:
-    """Launches one kernel, any number of times.
+    """A launcher of one kernel.
 
     `grid` is the number of thread blocks along x and y. `cluster` is the number of blocks per
-    cluster, along x, unless the kernel itself declares its cluster size. With `overlap`, the kernel
-    may begin before the previous kernel in the stream has ended. A kernel with `overlap` must wait
+    cluster along x; it is ignored if the kernel declares a cluster size. With `overlap`, the kernel
+    may begin before the previous kernel in the stream ends. A kernel with `overlap` must wait
     (griddepcontrol.wait) before it accesses memory that the previous kernel may access.
     """
 
@@ -152,10 +152,10 @@ def _own_stream(device: int) -> Any:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Run the body of a `with` statement in a separate stream, and wait for that stream.
+    """Run the body of a `with` statement in another CUDA stream, and wait for its end.
 
-    A plan's uploads and compilations run in the separate stream. A call that prepares a plan thus
-    does not wait for the caller's other GPU work, and may run while a CUDA graph is captured.
+    Preparing a plan in another stream does not wait for the caller's GPU work, and works during a
+    CUDA graph capture.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode
@@ -170,7 +170,7 @@ def aside() -> Iterator[None]:
 
 
 def capture_of(stream: int) -> int:
-    """Return the driver's number for a stream's CUDA graph capture, or 0 if no capture runs."""
+    """Return the driver's id of a stream's CUDA graph capture, or 0 without a capture."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
@@ -181,9 +181,9 @@ def capture_of(stream: int) -> int:
 
 
 def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return how many clusters of each size the GPU runs at once, with one block per SM.
+    """Return, for each cluster size, how many clusters the GPU runs at once with one block per SM.
 
-    `shared` is a block's shared memory in bytes, so large that no second block fits into an SM.
+    `shared` is the shared memory per block in bytes, too much for two blocks per SM.
     """
     code = 'extern "C" __global__ void nothing() {}'
     function = cupy.RawModule(code=code, backend="nvrtc").get_function("nothing")
@@ -204,7 +204,7 @@ def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, in
 
 
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:
-    """Load and launch a kernel once; the driver copies `record`, the kernel's struct argument."""
+    """Load and launch a kernel once; `record` is the kernel's struct argument."""
     with space.active():
         function = nvrtc.load(kernel, space.device)
     Launcher(function, kernel, grid)(space.stream(), Parameters(record.ctypes.data))

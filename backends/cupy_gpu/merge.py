@@ -49,7 +49,7 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
 
 
 def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int]) -> None:
-    """Launch the merging kernel; `strides` are the elements between heads in `out` and in `lse`."""
+    """Launch the merging kernel; `strides` count the elements from one head to the next."""
     names = (arrays.dtype_name(x) for x in (given[0], given[2]))
     batch, heads, rows, width = given[0].shape
     made = kernel(width, *names)
@@ -65,10 +65,10 @@ _MOST_HEADS = 65535
 
 
 def held(given: dict[str, Any]) -> dict[str, Any]:
-    """Return `given`, without a copy, as arrays that `merged` takes: torch tensors or CuPy arrays.
+    """Return the arrays `given`, without a copy, in a form that `merged` takes.
 
-    The function raises `BackendUnavailable` or `DTypeError` if the arrays are not all on one GPU,
-    or have types that no kernel merges.
+    The function raises `BackendUnavailable` or `DTypeError` if the arrays are not on one GPU, or no
+    kernel merges their types.
     """
     engine.require_gpu()
     space = arrays.space_of(given, "float32")
@@ -88,8 +88,8 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Merge two partial results, and return the output and the LSE over the keys of both.
 
-    The results are new arrays with the library and type of `out_a` and `lse_a`. The arguments must
-    be results of the function `held`.
+    The results are new arrays of the library and types of `out_a` and `lse_a`. The arguments must
+    come from the function `held`.
     """
     space = arrays.space_of({"out_a": out_a}, "float32")
     with failures.Explaining(), space.on_device(), space.active():

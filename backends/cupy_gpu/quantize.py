@@ -49,7 +49,7 @@ def quantize(
 
     The arrays q, k and v are on a GPU, with shape (batch, heads, n, d). The FP8 `dtype` is
     "float8_e4m3fn" or "float8_e5m2", and the granularity "tensor", "head" or "block". With "block",
-    `block` holds two numbers: how many rows of Q share a scale, and how many rows of K and of V. If
+    `block` holds two numbers: how many rows of Q, and how many rows of K and V, share a scale. If
     `signs` (d,) is passed, q and k are first multiplied by diag(signs) H / sqrt(d), where H is the
     Hadamard matrix. The function needs only one launch if each scale covers 64 or 128 rows.
     """
@@ -93,7 +93,7 @@ def quantize(
 
 @lru_cache(maxsize=64)
 def _uploaded(signs: bytes, device: int) -> cupy.ndarray:
-    """Copy a Hadamard rotation's signs to GPU memory once per device, and return the copy."""
+    """Return a Hadamard rotation's signs in GPU memory, cached per device."""
     made = cupy.asarray(np.frombuffer(signs, np.float32))
     cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
     return made

@@ -17,7 +17,7 @@ from flashsim.backends.launch_policy import softmax_matmul as family
 def forward(
     x: Any, v: Any, block_1: int, block_2: int, *, counts: bool = False
 ) -> tuple[Any, dict[str, int]]:
-    """Return softmax(X) V (batch, d1, d3) in the inputs' library, and the bytes that were moved."""
+    """Return softmax(X) V (batch, d1, d3) in the inputs' library, and the number of bytes moved."""
     engine.require_gpu()
     space = arrays.space_of({"x": x, "v": v}, "float32")
     engine.gpu_of(space.device)

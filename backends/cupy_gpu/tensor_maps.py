@@ -22,9 +22,10 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -> np.ndarray:
     """Return the tensor map of one tensor of a launch, as a kernel argument of 128 bytes.
 
-    `box` names the tensor, and says how many rows and columns one TMA copy moves. The box's rows
-    are swizzled in shared memory. `strides` are the elements between batch entries, between heads
-    and between rows. If the driver refuses these strides, the function raises `UnsupportedError`.
+    `box` names the tensor, and holds the number of rows and columns per TMA copy. The box's rows
+    are swizzled in shared memory. `strides` are distances in elements between batch entries,
+    between heads and between rows. If the driver refuses these strides, the function raises
+    `UnsupportedError`.
     """
     p = problem
     dtype = "float32" if box.tensor == "dq_acc" else p.dtype
@@ -58,7 +59,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
-    """Return a captured array's tensor map, or raise `UnsupportedError`."""
+    """Return the tensor map of a captured array, or raise `UnsupportedError`."""
     planes, rows, columns = tile.shape
     row = columns * tile.spec.itemsize
     shape, steps = [columns, rows, planes, 1], [row, rows * row, planes * rows * row]
@@ -75,9 +76,9 @@ def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
 def _encoded(
     element: int, pointer: int, shape: list[int], steps: list[int], box: Box
 ) -> tuple[np.ndarray, int]:
-    """Return a tensor map, and the driver's error code, which is 0 if there was no error.
+    """Return a tensor map, and the driver's error code (0 if there was no error).
 
-    `steps` holds the strides in bytes of all axes except the contiguous one.
+    `steps` are the strides in bytes of all axes except the contiguous one.
     """
     rank = len(shape)
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)

@@ -25,7 +25,7 @@ _TIMES = 5
 
 
 class Unit(NamedTuple):
-    """A hardware unit's measured rate or time: a number `value`, in the unit of measure `unit`."""
+    """A measured property of a hardware unit: a number `value` in the unit of measure `unit`."""
 
     name: str
     value: float
@@ -33,7 +33,7 @@ class Unit(NamedTuple):
 
 
 def measure(device: int = 0) -> list[Unit]:
-    """Return the measured rates and times of a GPU's units, or raise `BackendUnavailable`."""
+    """Return the measured rates and latencies of a GPU's units, or raise `BackendUnavailable`."""
     engine.require_gpu()
     with cupy.cuda.Device(device):
         bench = _Bench(device)
@@ -44,7 +44,7 @@ def measure(device: int = 0) -> list[Unit]:
 
 
 def described(base: Device, device: int = 0) -> Device:
-    """Return a copy of `base` with the name, number of SMs and capacities of the measured GPU."""
+    """Return a copy of `base` with the measured GPU's name, number of SMs and memory sizes."""
     gpu = engine.gpu_of(device)
     return replace(
         base,
@@ -58,7 +58,7 @@ def described(base: Device, device: int = 0) -> Device:
 
 
 class _Bench:
-    """Compiles the measuring kernels for a GPU and times them."""
+    """A GPU's compiled measuring kernels, and methods to time them."""
 
     def __init__(self, device: int) -> None:
         self.gpu = engine.gpu_of(device)
@@ -82,7 +82,7 @@ class _Bench:
     def in_cycles(
         self, name: str, threads: int, rounds: int, shared: int = 0, file: str = "portable"
     ) -> float:
-        """Return the median number of cycles that a block takes while every SM runs one block."""
+        """Return the median number of cycles per block while every SM runs one block."""
         function, taken = self.kernel(file, name, shared), []
         keep = cupy.uint32(123) if name in _WHOLE else cupy.float32(123.5)
         for _ in range(_TIMES):
@@ -92,7 +92,7 @@ class _Bench:
         return statistics.median(taken)
 
     def in_seconds(self, work: Callable[[], None], times: int = 1) -> float:
-        """Queue `times` calls of `work`, and return the median number of seconds per call."""
+        """Queue `times` calls of `work` on the GPU, and return the median seconds per call."""
         work()
         taken = []
         for _ in range(_TIMES):

@@ -22,8 +22,8 @@ _PATIENCE_S = 0.5
 def source(file: str) -> str:
     """Return a kernel's source text with its headers inserted.
 
-    Because the headers are part of the text, a changed header recompiles the kernel. A header is in
-    the folder of the file that includes it, or in ``kernels/`` if all kernels share it.
+    Because the headers are part of the text, a changed header recompiles the kernel. A header's
+    folder is that of the file which includes it, or ``kernels/`` for headers of all kernels.
     """
     folder = resources.files("flashsim.backends") / "kernels"
     room = file.rpartition("/")[0]
@@ -47,7 +47,7 @@ def load(kernel: Kernel, device: int) -> Any:
 
     The first compilation of a kernel takes about a second and is reported on stderr. Later calls
     read the compiled kernel from CuPy's disk cache (``~/.cupy/kernel_cache``, or
-    ``CUPY_CACHE_DIR``). Only CuPy can tell beforehand whether a kernel is cached, so the message
+    ``CUPY_CACHE_DIR``). Only CuPy knows beforehand whether a kernel is cached, so the message
     appears after the compilation.
     """
     import cupy
@@ -94,7 +94,7 @@ def _say_uncached(why: str) -> None:
 
 
 def _last_cached() -> int:
-    """Return the time in ns at which CuPy's disk cache last changed, or 0 if there is no cache."""
+    """Return the time in ns of the last change of CuPy's disk cache, or 0 if there is no cache."""
     folder = os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache"
     try:
         return os.stat(folder).st_mtime_ns

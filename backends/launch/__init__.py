@@ -1,1 +1,1 @@
-"""Describe kernel launches (kernels, arguments, schedule tables, passes); needs no GPU."""
+"""Describe kernel launches: kernels, arguments, schedule tables and passes. Needs no GPU."""

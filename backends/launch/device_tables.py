@@ -19,18 +19,18 @@ from flashsim.schedule.tiling import Tiling
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """The tables for one loop over a schedule: by row (Q-outer) or by column (KV-outer).
+    """The tables for one loop over a schedule's tiles: by row (Q-outer) or by column (KV-outer).
 
-    A visit is one iteration of the inner loop: one query tile times one key tile. `rows` and `cols`
-    are int32 (T_r, 4) and (T_c, 4), as in `Schedule`. `spans`, int32 (tiles, 4) or None, is
-    `Schedule.row_spans` or `col_spans`. `ptr`, `index` and `kind` are the int32 arrays of
-    `Schedule.row_csr` or `col_csr`, and are computed at first use.
+    A visit is one iteration of the inner loop: one query tile times one key tile. `rows` (T_r, 4)
+    and `cols` (T_c, 4) are the int32 arrays of the same names in `Schedule`. `spans` is
+    `Schedule.row_spans` or `col_spans`, an int32 array (tiles, 4), or None. `ptr`, `index` and
+    `kind` are the int32 arrays of `Schedule.row_csr` or `col_csr`, computed at first use.
 
-    `visits`, int64 (tiles,), holds the number of visits per outer tile. `masked`, int64 (tiles,),
-    holds the number of visits that need a mask. `order`, int32 (tiles,), lists the outer tiles in
-    the order in which blocks take them. The outer tiles with the most visits come first, so that
-    the tiles which start last are short. The function `in_turns` replaces `order`, and also
-    computes `ranks`, int32 (n_visits,).
+    `visits`, an int64 array (tiles,), holds the number of visits per outer tile. `masked`, an int64
+    array (tiles,), holds the number of visits that need a mask. `order`, an int32 array (tiles,),
+    lists the outer tiles in the order in which blocks take them. Outer tiles with the most visits
+    come first, so that the last tiles to start are short. `ranks`, an int32 array (n_visits,) that
+    only `in_turns` computes, orders the additions to dQ.
     """
 
     schedule: Schedule
@@ -55,22 +55,22 @@ class Lowered:
 
     @property
     def ptr(self) -> np.ndarray:
-        """For each outer tile, the position of its first visit in `index` and `kind`."""
+        """For each outer tile, the index of its first visit in `index` and `kind`."""
         return self._csr[0]
 
     @property
     def index(self) -> np.ndarray:
-        """For each visit (tile pair), the number of its inner tile."""
+        """The number of the inner tile of each visit (tile pair)."""
         return self._csr[1]
 
     @property
     def kind(self) -> np.ndarray:
-        """FULL or MASKED for each visit: MASKED if the mask removes some of its scores."""
+        """The kind of each visit: MASKED if the mask removes some of its scores, otherwise FULL."""
         return self._csr[2]
 
     @property
     def starts(self) -> np.ndarray:
-        """The first query and the first key of each outer tile's sequence, int32 (tiles, 2)."""
+        """The first query and first key of each outer tile's sequence, as int32 (tiles, 2)."""
         s = self.schedule
         number = s.sequence_of_rows if self.by == "row" else s.sequence_of_cols
         sequences = s.problem.sequences
@@ -82,7 +82,7 @@ class Lowered:
 
     @property
     def descending(self) -> bool:
-        """Whether the loop visits the inner tiles of each outer tile from the last to the first."""
+        """Whether the loop processes inner tiles from the last to the first."""
         return self.by == "row" and self.schedule.key_order == "descending"
 
 
@@ -113,8 +113,8 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
     """Return each outer tile's range of inner tiles under a mask function, or None.
 
-    The result is None if an outer tile exists whose visits, or whose FULL visits, do not have
-    consecutive inner tiles. If the result is None, kernels read a list of visits from memory.
+    The result is None if the visits of some outer tile, or its FULL visits, skip an inner tile.
+    Without ranges, kernels read a list of visits from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
@@ -141,15 +141,15 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
 def in_turns(walk: Lowered) -> Lowered:
     """Return the tables of a KV-outer loop whose blocks add to dQ in a fixed order.
 
-    `schedule.turns` computes the order in which blocks take the outer tiles. `schedule.turns` also
-    computes each visit's position in the fixed order of additions to dQ.
+    `schedule.turns` computes the order of the outer tiles, and each visit's position in the order
+    of additions.
     """
     order, ranks = turns(walk.ptr, walk.index)
     return replace(walk, order=order, ranks=ranks)
 
 
 def refuse(problem: Problem) -> None:
-    """Raise `UnsupportedError` if the problem has a Python mask function or a bias."""
+    """Raise `UnsupportedError` if the problem has a mask function written in Python, or a bias."""
     if problem.mask is not None:
         raise UnsupportedError(
             "the GPU kernels cannot call a Python mask function; use backend='simulator' or "
@@ -165,8 +165,8 @@ def refuse(problem: Problem) -> None:
 def refuse_functions(problem: Problem, kernels: str, instead: str) -> None:
     """Raise `UnsupportedError` if a problem has `mask_mod`, `score_mod` or `sinks`.
 
-    In the error text, `kernels` is the name of the kernels, and `instead` is the advice. A bias
-    also raises the error, since callers have turned the bias into a score function.
+    The error text names the `kernels`, and ends with the advice `instead`. A bias is an error too,
+    since callers turn it into a score function first.
     """
     for name, text in (
         ("mask_mod", "mask_mod"),

@@ -1,8 +1,8 @@
-"""Turn mask and score functions into the CUDA text and the packed bytes that kernels take.
+"""Turn mask and score functions into the CUDA code and the packed bytes that kernels take.
 
-`flashsim.functions.emit` generates the text from traced functions. The text defines
+`flashsim.functions.emit` generates the code from traced functions. The code defines
 ``FlashCaptured`` (the captured arrays and numbers), ``flash_mask``, ``flash_score`` and
-``flash_score_grad``. The generated text precedes a kernel's own source, and the bytes of
+``flash_score_grad``. The generated code precedes a kernel's source, and the bytes of
 ``FlashCaptured`` follow ``struct Args``.
 """
 
@@ -37,7 +37,7 @@ class BiasTile(NamedTuple):
     """An array that a score function reads at index [.., q, k] and that TMA can load tile by tile.
 
     `array` is the index of the array among the score function's captured arrays. `node` is the
-    index of the load among the score function's nodes.
+    index of the load operation among the score function's nodes.
     """
 
     array: int
@@ -54,9 +54,8 @@ class BiasTile(NamedTuple):
 class TableBand(NamedTuple):
     """An array that a score function reads at index [.., sign * (q - k) + offset].
 
-    A tile pair has few different distances q - k, so a kernel can load the array's elements for
-    these distances to shared memory. `node` is the index of the load among the score function's
-    nodes.
+    A tile pair has few different distances q - k, so a kernel can keep their elements in shared
+    memory. `node` is the index of the load operation among the score function's nodes.
     """
 
     node: int
@@ -67,9 +66,9 @@ class TableBand(NamedTuple):
 class Ramp(NamedTuple):
     """A score function that adds a linear function of the positions to the score (ALiBi).
 
-    `factors` are the indices of the score function's nodes that depend on nothing but the batch
-    entry and the head. The function adds the product of these nodes and an integer. The integer is
-    linear in the positions and grows by `steps` per key.
+    `factors` are the indices of the score function's nodes that depend only on the batch entry and
+    the head. The function adds the product of these nodes and an integer that is linear in the
+    positions. The integer grows by `steps` per key.
     """
 
     factors: tuple[int, ...]
@@ -81,15 +80,15 @@ class Generated:
     """The CUDA source code that was generated for one kernel.
 
     `captured_bytes` is the size of ``struct FlashCaptured``, a multiple of 8. With `sums`,
-    ``flash_score_grad`` adds to the gradients of those captured arrays that `wanted` names. With
-    `reads`, the functions read captured arrays at query or key positions, so a kernel must call the
-    functions only at positions that exist. With `reads_beside`, the functions read captured arrays
-    other than `tile` and `band` at query or key positions.
+    ``flash_score_grad`` adds to the gradients of the captured arrays named in `wanted`. With
+    `reads`, the functions read captured arrays by query or key, so a kernel must call them only at
+    existing positions. `reads_beside` is the same as `reads`, but ignores the arrays `tile` and
+    `band`.
 
-    A kernel may load the array `tile` to shared memory tile by tile. If `tile` is None, a kernel
-    may load the elements of `band` that the tile pair's distances q - k select. `ramp` is a term of
-    the score function that is linear in the positions. `graphs` are the mask and the score
-    function, for kernels in Python.
+    A kernel may load the array `tile` into shared memory, one tile at a time. If `tile` is None, a
+    kernel may load the elements of `band` for the distances q - k in a tile pair. `ramp` is a term
+    of the score function that is linear in the positions. `graphs` are the traced mask and score
+    function, which kernels in Python use.
     """
 
     text: str
@@ -107,7 +106,7 @@ class Generated:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The compile-time constants that say which functions the problem has."""
+        """Compile-time constants that tell a kernel which functions the problem has."""
         return {
             "MASK_MOD": int(self.mask),
             "SCORE_MOD": int(self.score),
@@ -118,11 +117,10 @@ class Generated:
 
 @dataclass(frozen=True)
 class Functions:
-    """The CUDA texts generated for one problem's mask and score functions.
+    """The CUDA code generated for one problem's mask and score functions, in two versions.
 
-    Kernels with `plain` compute no gradients of captured arrays, and kernels with `summing` add up
-    these gradients. In a backward pass, only the KV-outer kernel uses `summing`, since it computes
-    every score once.
+    The version `summing` adds up gradients of captured arrays, and `plain` does not. In a backward
+    pass, only the KV-outer kernel uses `summing`, since it computes every score exactly once.
     """
 
     plain: Generated
@@ -130,17 +128,17 @@ class Functions:
 
 
 def functions_of(problem: Problem) -> Functions | None:
-    """Return the CUDA texts of a problem's mask and score functions, or None if it has neither."""
+    """Return the CUDA code of a problem's mask and score functions, or None if it has neither."""
     if problem.mask_mod is None and problem.score_mod is None:
         return None
     return _functions(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 
 def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
-    """Return whether the mask or score function reads captured arrays at query or key positions.
+    """Return whether the mask or score function reads captured arrays by query or key.
 
     With `beside_ahead`, the arrays of `tile_of` and `band_of` do not count, because kernels load
-    them before they call the functions.
+    them in advance.
     """
     functions = functions_of(problem)
     if functions is None:
@@ -150,7 +148,7 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
 
 
 def has_known_slope(problem: Problem) -> bool:
-    """Return whether the score function's derivative does not use the score, as for a bias."""
+    """Return whether the score function's derivative is independent of the score, as for a bias."""
     return problem.score_mod is not None and _known_slope(problem.score_mod)
 
 
@@ -166,7 +164,7 @@ def tile_of(problem: Problem) -> BiasTile | None:
     """Return the largest captured array that is read at [.., q, k] and that TMA can load, or None.
 
     TMA needs rows whose length is a multiple of 16 bytes. For packed sequences the result is None,
-    because a token's position among the packed tokens is not its index in the array.
+    because a token's index in the array is not its position among the packed tokens.
     """
     functions = functions_of(problem)
     return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
@@ -189,7 +187,7 @@ def _tile_of(graph: Graph) -> BiasTile | None:
 
 
 def band_of(problem: Problem) -> TableBand | None:
-    """Return a captured array that the score function reads at distances q - k, or None."""
+    """Return a captured array that the score function reads at a distance q - k, or None."""
     functions = functions_of(problem)
     return None if functions is None else functions.plain.band
 
@@ -217,7 +215,7 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
 def _ahead(
     score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[BiasTile | None, TableBand | None]:
-    """Return (tile, band): the array that kernels load in advance is one of them, or none."""
+    """Return (tile, band), of which at most one is set: the array that kernels load in advance."""
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)
 
@@ -250,8 +248,8 @@ def ramp_of(problem: Problem) -> Ramp | None:
     """Return the linear term that the score function adds, or None if tensor cores cannot add it.
 
     The Hopper forward's tensor cores add the term while they compute the scores (Ramp in
-    hopper/forward.cu). The format bfloat16 has the exponents of float32, so the sum of three
-    bfloat16 numbers can be any float32 step.
+    hopper/forward.cu). Because bfloat16 has float32's exponent range, three bfloat16 numbers can
+    sum to any float32 step.
     """
     functions = functions_of(problem)
     if functions is None or problem.dtype != "bfloat16" or problem.softcap:
@@ -286,7 +284,7 @@ def _ramp_of(graph: Graph) -> Ramp | None:
 
 
 def score_bound(problem: Problem) -> float:
-    """Return an upper bound of the absolute values of scores before the softmax, or infinity."""
+    """Return an upper bound of the scores' absolute values before the softmax, or infinity."""
     if problem.score_mod is None:
         return problem.softcap or math.inf
     return _largest(problem.score_mod, _extents(problem))
@@ -298,7 +296,7 @@ def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
 
 
 def heads_share(problem: Problem, least: int) -> bool:
-    """Return whether all heads read the same array, of `least` bytes or more, by query and key."""
+    """Return whether all heads read one array of at least `least` bytes by query and key."""
     graph = problem.score_mod
     return graph is not None and any(
         {"q", "k"} <= graph.depends[n] and "h" not in graph.depends[n] and size >= least
@@ -309,7 +307,7 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
-    """Return a problem's functions as CUDA text, without and with gradients of captured arrays."""
+    """Return a problem's functions as CUDA code, without and with gradients of captured arrays."""
     return _sources(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 

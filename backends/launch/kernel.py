@@ -1,7 +1,7 @@
 """Compute the launches of CUDA C++ kernels: threads, shared memory, compile-time constants.
 
-A ``static_assert`` in each kernel compares `Kernel.shared_bytes` and `ARGS` with the sizes of the
-kernel's own structs. Nothing in this module needs a GPU or CuPy.
+A ``static_assert`` in each kernel checks that `Kernel.shared_bytes` and `ARGS` have the sizes of
+the kernel's structs. Nothing in this module needs a GPU or CuPy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ARGS = np.dtype(
 
 
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
-    """Return `ARGS` with the fields that mask functions, score functions and sinks add.
+    """Return `ARGS` with additional fields for mask functions, score functions and sinks.
 
     The field ``captured`` holds the arrays and numbers that functions capture. The fields
     ``starts`` (for packed sequences) and ``sinks`` are addresses.
@@ -75,11 +75,11 @@ ROUND = 1 << 30
 class Gpu:
     """The properties of a GPU that determine how kernels are launched.
 
-    `shared_bytes` is the shared memory that a thread block may opt in to. `clock_khz` is the
-    highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs
-    of a cluster size (in blocks) and the number of such clusters that run at the same time, with
-    one block per SM. The number of clusters must be measured on each chip, because two chips of one
-    model group their SMs differently.
+    `shared_bytes` is the largest shared memory that a thread block may request. `clock_khz` is the
+    highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs:
+    a cluster size in blocks, and how many such clusters run at once with one block per SM. The
+    pairs in `clusters` must be measured on each chip, because chips of one model group their SMs
+    differently.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Gpu:
     clusters: tuple[tuple[int, int], ...] = ()
 
     def at_once(self, cluster: int) -> int:
-        """Return how many clusters of `cluster` blocks run at once, which may be an estimate."""
+        """Return the number (or an estimate) of clusters of `cluster` blocks that run at once."""
         return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod
@@ -107,20 +107,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel's compile-time choices besides the tile: tables, reports and arithmetic.
+    """A kernel's compile-time options besides the tile: tables, reports and arithmetic.
 
     With `tf32`, float32 operands are rounded to tf32, so that tensor cores can multiply them.
-    `python` marks a kernel of `flashsim.backends.numba_gpu`. In the backward pass of a Python
-    kernel, warps exchange no scores, and row sums stay in registers. `cluster` is the number of
-    thread blocks that share a work tile of the Hopper backward. With `overlap`, a kernel lets the
-    next kernel start early, before its own end. A kernel with `overlap` waits for the previous
-    kernel before it reads that kernel's results.
+    `python` marks a kernel of `flashsim.backends.numba_gpu`. `cluster` is the number of thread
+    blocks that share a work tile of the Hopper backward. With `overlap`, a kernel lets the next
+    kernel start before its own end, and waits before it reads the previous kernel's results.
 
     With `in_step`, the Hopper backward orders its loops so that concurrent work tiles read the same
-    row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward computes the dQ of
-    a visit during the next visit (kernels/hopper/backward.cu). With `once`, each row tile visits a
-    single key tile. With `fused`, kernels compute dQ in one pass with dK and dV. With both `fused`
-    and `ordered`, the kernels add to dQ in a fixed order.
+    row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward computes a visit's
+    dQ during the next visit (kernels/hopper/backward.cu). With `once`, each row tile has a single
+    key tile. With `fused`, one kernel computes dK, dV and dQ. With both `fused` and `ordered`,
+    blocks add to dQ in a fixed order.
 
     With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
     a launch lets the next launch of the pass begin.
@@ -147,9 +145,9 @@ class Variant:
 class Box:
     """A TMA box: the rows and columns of a tensor that one TMA copy moves.
 
-    `swizzle` is the width of the box in bytes. Within this width, TMA permutes 16-byte pieces to
-    avoid bank conflicts. If `transposed`, the tensor is (.., d, n), with n padded to a multiple of
-    16.
+    `swizzle` is the width of the box in bytes. Inside the box, TMA permutes 16-byte pieces to avoid
+    bank conflicts. If `transposed`, the tensor has shape (.., d, n), where n is padded to a
+    multiple of 16.
     """
 
     tensor: str
@@ -161,7 +159,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel compiled for one problem and tiling, with everything a launch needs except the data.
+    """A kernel for one problem and tiling, with all that a launch needs except the data.
 
     A kernel with `boxes` takes one tensor map per box, then ``struct Args`` and the address of a
     work counter. The work counter is 0 before and after the launch. The counter's address is 0 if
@@ -187,7 +185,7 @@ class Kernel:
 
     @property
     def roles(self) -> int:
-        """The number of warp roles per block that record time stamps: 1, or one per warpgroup."""
+        """The number of warp roles per block that record time stamps."""
         return self.threads // 128 if self.boxes else 1
 
     @property
@@ -202,8 +200,8 @@ def padded(head_dim: int, other: int = 0) -> int:
     """Return head_dim rounded up to a multiple of 16, or to a multiple of 32 if it exceeds 128.
 
     Tensor cores take 16 columns at a time. Rows that are split between warps need a multiple of 32
-    columns. `other` is the problem's other head dimension, such as head_dim_v. If one of the two
-    exceeds 128, the rows of both are split.
+    columns. `other` is the problem's second head dimension, such as head_dim_v. If one head
+    dimension exceeds 128, warps split the rows of both.
     """
     step = 16 if max(head_dim, other) <= 128 else 32
     return -(-head_dim // step) * step
@@ -222,7 +220,7 @@ def whole_sixteens(n: int) -> int:
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """Return the job's option `kernel`; raise an error if the kernel or algorithm is unknown."""
+    """Return the job's option `kernel`, or raise an error for an unknown kernel or algorithm."""
     if asked.algorithm not in algorithms:
         raise UnsupportedError(
             f"backend={backend!r} runs only the algorithms {', '.join(map(repr, algorithms))}, "
@@ -254,7 +252,7 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
 
 
 def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, int]:
-    """Return the compile-time constants that all kernels have, by name."""
+    """Return the compile-time constants that all kernels share, as a dict by name."""
     unlimited = problem.n_q + problem.n_kv
     softcap = bool(problem.softcap)
     d, dv = padded_dims(problem)
@@ -305,8 +303,8 @@ def built(
 ) -> Kernel:
     """Return the `Kernel` called `name` in `file`, with the given compile-time constants.
 
-    `outer` is "queries" or "keys" for the kernel's outer loop, or None for a row-wise kernel. A
-    KV-outer kernel also adds up the gradients of arrays that functions capture.
+    `outer` is the axis of the kernel's outer loop, "queries" or "keys", or None for a row-wise
+    kernel. A KV-outer kernel also adds up the gradients of arrays that functions capture.
     """
     problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more
     generated, functions = None, None if outer is None else functions_of(problem)

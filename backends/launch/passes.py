@@ -11,15 +11,14 @@ from flashsim.schedule import plans
 
 @dataclass(frozen=True, eq=False)
 class KernelPass:
-    """One kernel launch: a stage of `flashsim.schedule.plans` with its tables and its kernel.
+    """One kernel launch: a stage of `flashsim.schedule.plans`, the tables and the kernel.
 
-    The grid has one dimension for a loop over tile pairs, and two for a row-wise kernel. `walks` is
-    the number of heads in the batch: KV heads for a KV-outer loop, and otherwise query heads.
-    `clump` is the number of heads in a head group, which run together so that their tensors stay in
-    L2 (`take_work` in common.cuh). `items` is the range of the launch's work tiles, in the order in
-    which blocks take the work tiles of all heads. `before` holds earlier launches of the same
-    stage, which compute the stage's other work tiles. `before` is empty if the kernels report
-    counts or times.
+    The grid is one-dimensional for a loop over tile pairs, and two-dimensional for a row-wise
+    kernel. `walks` is the number of heads in the batch: KV heads for a KV-outer loop, and otherwise
+    query heads. `clump` is the number of heads in a head group; grouped heads run together so that
+    their tensors stay in L2 (`take_work` in common.cuh). `items` is the launch's range of work
+    tiles, numbered in the order in which blocks take them. `before` holds earlier launches for
+    other work tiles of the same stage. `before` is empty if the kernels report counts or times.
     """
 
     stage: plans.Stage

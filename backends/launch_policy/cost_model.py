@@ -24,13 +24,13 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Times(NamedTuple):
-    """A thread block's times in µs: a fixed time per work tile (`item`), and a time per visit."""
+    """A thread block's times in µs: a fixed time per work tile (`item`), plus a time per visit."""
 
     item: float
     visit: float
 
     def items(self, visits: np.ndarray) -> np.ndarray:
-        """Return the times in µs of work tiles whose numbers of visits are `visits`."""
+        """Return the times in µs of work tiles, from their numbers of visits."""
         return self.item + self.visit * visits
 
 
@@ -77,7 +77,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 
 
 class Backward(NamedTuple):
-    """Times of three Hopper backward kernels: for dK and dV, for dQ, and for all gradients."""
+    """Times of three Hopper backward kernels: dK and dV, dQ alone, and all gradients."""
 
     dkdv: Times
     dq: Times
@@ -136,7 +136,7 @@ def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int
 
 @lru_cache(maxsize=512)
 def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """Return the predicted µs of a KV-outer launch, whose work tiles each cover a GQA group."""
+    """Return the predicted µs of a KV-outer launch; each work tile covers a GQA group's heads."""
     schedule = Schedule(problem, tiling, "keys")
     spans = schedule.col_spans
     visits = np.diff(schedule.col_csr[0]) if spans is None else spans[:, 3] - spans[:, 0]
@@ -163,9 +163,9 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     """Return the predicted µs of a Hopper backward, excluding its delta kernel.
 
     "flash2-once" is the only backward algorithm without a delta kernel. The prediction for
-    "flash2-once" includes `WITHOUT_DELTA`. The model lets a kernel begin on an SM as soon as the
-    previous kernel has left that SM. In this model, the kernel for dQ overlaps with the kernel for
-    dK and dV. The kernel that converts dQ starts when all SMs are done.
+    "flash2-once" includes `WITHOUT_DELTA`. The model assumes that a kernel begins on an SM as soon
+    as the previous kernel has left that SM. The kernel that converts dQ starts when all SMs have
+    finished.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -196,12 +196,12 @@ def shared_out(
     cluster: int,
     free: Sequence[float],
 ) -> list[float]:
-    """Return the predicted times in µs, unordered, at which SMs finish their last work tile.
+    """Return the predicted µs, unordered, at which each SM finishes its last work tile.
 
-    For each of the `walks` heads, `steps` lists the visits (tile pairs) per work tile. `cluster`
-    blocks share each work tile. If `cluster` exceeds 1, this costs `adding_up` additional µs per
-    work tile. Only part of the SMs can form clusters (`CLUSTERS`). For each SM, `free` holds the
-    time in µs at which the SM becomes free.
+    `steps` lists the visits (tile pairs) per work tile of each of the `walks` heads. Each work tile
+    is shared by `cluster` blocks, which costs `adding_up` extra µs if `cluster` exceeds 1. Only
+    part of the SMs can form clusters (`CLUSTERS`). `free` holds the µs at which each SM becomes
+    free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
@@ -214,11 +214,11 @@ def shared_out(
 def ends_of_launch(
     takes: Sequence[float], walks: int, cluster: int, places: int, free: Sequence[float]
 ) -> list[float]:
-    """Return the predicted times in µs, unordered, at which SMs finish their work in a launch.
+    """Return the predicted µs, unordered, at which each SM finishes its work in a launch.
 
-    `cluster` SMs work on each work tile, and `places` clusters run at a time. A cluster consists of
-    SMs that become free at about the same time, and begins when the last of them is free. For the
-    other parameters, see `ends`.
+    `cluster` SMs share each work tile, and `places` clusters run at the same time. A cluster
+    consists of SMs that become free at about the same time, and begins when the last of them is
+    free. The other parameters are those of `ends`.
     """
     sooner = sorted(free)
     begun = sooner[cluster - 1 : cluster * places : cluster]
@@ -228,14 +228,13 @@ def ends_of_launch(
 def remainder(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
-    """Return extra launches for the work tiles of the last, partial wave.
+    """Return extra launches that compute the work tiles of the last, partial wave.
 
-    Each extra launch is a pair (blocks per cluster, number of work tiles). There are `items` work
-    tiles, each with `steps` visits. The extra launches run before the main launch. In these
-    launches, a cluster of blocks shares each work tile, which costs `adding_up` additional µs.
-    There are one or two extra launches. Of two launches, the second fills the GPU with clusters of
-    two blocks, and the first has larger clusters. The result is empty unless extra launches save
-    more than `_LAUNCHED` µs per launch.
+    Each extra launch is a pair (blocks per cluster, number of work tiles). The extra launches run
+    before the main launch; all `items` work tiles have `steps` visits. A cluster of blocks shares
+    each work tile of the extra launches, which costs `adding_up` extra µs. If there are two extra
+    launches, the second fills the GPU with clusters of two blocks, and the first has larger
+    clusters. The result is empty unless the extra launches save more than `_LAUNCHED` µs each.
     """
 
     def takes(cluster: int) -> float:
@@ -260,7 +259,7 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """Return the predicted fastest cluster size, or 1 if there are many work tiles per SM."""
+    """Return the predicted fastest cluster size; it is 1 if there are many work tiles per SM."""
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
         return 1
@@ -274,10 +273,10 @@ def fastest_cluster(
 
 @lru_cache(maxsize=512)
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
-    """Return the average number of busy thread blocks in a Q-outer pass, and in a KV-outer pass.
+    """Return the average number of busy blocks in a Q-outer pass, and in a KV-outer pass.
 
-    The estimate assumes that each thread block has one work tile. The fraction of the time for
-    which a block is busy is its number of visits divided by that of the longest work tile.
+    The estimate assumes one work tile per thread block. A block is busy for the fraction (its
+    number of visits) / (the most visits of any work tile).
     """
     visits = Schedule(problem, tiling).visit_counts
     share = problem.batch * float(visits.mean() / max(visits.max(), 1))
@@ -286,12 +285,12 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
 
 
 def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
-    """Return the times in µs, unordered, at which SMs (or clusters) finish their last work tile.
+    """Return the µs, unordered, at which each SM or cluster finishes its last work tile.
 
-    `takes` holds the time of each work tile of one head, in the order in which SMs take the work
-    tiles. The `walks` heads run in head groups of `clump` heads. Within a group, SMs take the first
-    work tile of every head, then the second work tile of every head, and so on. For each SM (or
-    cluster), `free` holds the time at which it becomes free.
+    `takes` holds the times of one head's work tiles, in the order in which SMs take the work tiles.
+    The `walks` heads run in head groups of `clump` heads. SMs take the first work tile of every
+    head in a group, followed by every head's second work tile, and so on. `free` holds the time at
+    which each SM (or cluster) becomes free.
     """
     return [end for end, _, _ in last_items(takes, walks, clump, free)]
 
@@ -301,8 +300,8 @@ def last_items(
 ) -> list[tuple[float, int, int]]:
     """Return each SM's last work tile as (end time, number of the SM, index in `takes`).
 
-    If clusters share the work tiles, "SM" means a cluster. Each work tile goes to the SM that
-    becomes free first. The index is -1 for an SM that gets no work tile. For the parameters, see
+    If clusters share the work tiles, "SM" means a cluster. The SM that becomes free first gets the
+    next work tile. The index is -1 for an SM that gets no work tile. The parameters are those of
     `ends`.
     """
     held = [(end, place, -1) for place, end in enumerate(free)]
@@ -316,19 +315,19 @@ def last_items(
 
 
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
-    """Return the time at which all work tiles are done, if the longest ones start first.
+    """Return the time at which all work tiles are done if the longest start first.
 
-    `items` holds the times of one head's work tiles, and all `walks` heads have the same times.
-    `places` is the number of SMs (or clusters) that work at the same time.
+    `items` holds the times of one head's work tiles; all `walks` heads have equal times. `places`
+    is the number of SMs (or clusters) that work in parallel.
     """
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
 
 def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bool:
-    """Return whether running all heads together is faster than running one head group at a time.
+    """Return whether all heads together run faster than one head group after another.
 
-    The predicted gain must exceed the possible cost of additional L2 misses. If there are many
-    waves, the function returns False without a comparison.
+    The predicted gain must exceed the possible cost of additional L2 misses. With many waves, the
+    function returns False without a comparison.
     """
     if walks * len(items) > _ROUNDS * places:
         return False
@@ -386,9 +385,9 @@ def fastest_first(
 ) -> tuple[Tiling, ...]:
     """Return the tilings of `times`, sorted from the fastest to the slowest predicted launch.
 
-    `launch` is the function that predicts a launch's time. In a long launch, the first tiling of
-    `times` gets a small bonus, the uncertainty of the prediction. The first tiling of `times` reads
-    the least shared memory per FLOP, which helps when a hot GPU lowers its clock.
+    `launch` is a function that predicts the time of a launch. In a long launch, the first tiling
+    gets a bonus, which is the uncertainty of the prediction. The first tiling reads the least
+    shared memory per FLOP, which helps when a hot GPU lowers its clock.
     """
     took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))

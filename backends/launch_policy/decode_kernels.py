@@ -35,8 +35,8 @@ _ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
 def record_dtype(problem: Problem) -> np.dtype:
     """Return the type of the decode kernels' argument struct.
 
-    The struct begins with `RECORD`. The field ``captured`` exists only for score functions with
-    captured arrays, and the field ``sinks`` (an address) only for problems with sinks.
+    The struct's first fields are those of `RECORD`. The field ``captured`` exists only if a score
+    function captures arrays, and the field ``sinks`` (an address) only with sinks.
     """
     functions = functions_of(problem)
     more = [] if functions is None else [("captured", f"V{functions.plain.captured_bytes}")]
@@ -72,7 +72,7 @@ def walking_kernel(
     cluster: int = 1,
     cascade: bool = False,
 ) -> Kernel:
-    """Return the decode kernel for tiles of `block_q` rows; `chip` is the result of `on_chip`."""
+    """Return the decode kernel for row tiles of `block_q` rows (`chip`: a result of `on_chip`)."""
     warps, stages, shared, most = chip
     return built(
         *("portable/decode.cu", "flash_decode", 32 * warps, shared),
@@ -111,7 +111,7 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
-    """Return how many rows a row tile has (16 times a power of two), as registers allow."""
+    """Return the number of rows per row tile, 16 times a power of two, that registers allow."""
     blocks = 1
     while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
         blocks *= 2
@@ -121,7 +121,7 @@ def block_q_of(rows: int, d: int, dv: int) -> int:
 def merge_kernel(
     problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
 ) -> Kernel:
-    """Return the kernel that merges a decode kernel's splits; row tiles have `block_q` rows."""
+    """Return the kernel that merges the splits of a decode kernel (row tiles of `block_q` rows)."""
     variant = Variant(True, False, counts=counts)
     return built(
         *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
@@ -134,11 +134,11 @@ def merge_kernel(
 def on_chip(
     rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
 ) -> tuple[int, int, int, int]:
-    """Return a decode block's numbers of (warps, stages, bytes of shared memory, splits at most).
+    """Return a decode block's (warps, pipeline stages, bytes of shared memory, most splits).
 
-    The shared memory is ``sizeof(OnChip)`` of the kernel. The last number is the largest number of
-    splits that a block can merge. The splits' weights must fit into the memory of the pipeline
-    stages. Up to `ring` bytes of K and V are in flight per SM.
+    The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The last number is how many
+    splits one block can merge. The splits' weights must fit into the pipeline stages' memory.
+    `ring` limits the bytes of K and V in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
@@ -156,7 +156,7 @@ def on_chip(
 
 
 def exchanged(cluster: int, rows: int, width: int) -> int:
-    """Return the bytes of a block's shared memory to which its cluster's blocks write results."""
+    """Return the bytes of shared memory per block for results from the blocks of its cluster."""
     if cluster == 1:
         return 0
     share = -(-rows * width // 4 // cluster)

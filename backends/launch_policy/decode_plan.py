@@ -1,10 +1,10 @@
-"""Plan the thread blocks and the kernels of decode launches (kernels/portable/decode.cu).
+"""Plan the thread blocks and kernels of decode launches (kernels/portable/decode.cu).
 
-The keys of a sequence are split over several thread blocks. The number of splits depends on the
-lengths of all sequences in the batch and on the GPU's number of SMs (`flashsim.schedule.split` has
-the rules). Latent attention has its own kernel (kernels/hopper/decode_latent.cu). A prefix that all
-sequences share is read only once (cascade attention): row tiles for the prefix hold the queries of
-all sequences. Nothing in this module needs a GPU.
+Several thread blocks divide the keys of a sequence (splits). The number of splits depends on all
+sequence lengths and the GPU's number of SMs (see `flashsim.schedule.split`). Latent attention has
+its own kernel (kernels/hopper/decode_latent.cu). A prefix that all sequences share is read only
+once (cascade attention): row tiles for the prefix hold the queries of all sequences. Nothing in
+this module needs a GPU.
 """
 
 from __future__ import annotations
@@ -68,21 +68,20 @@ _OVERLAPPED = 600e6
 
 @dataclass(frozen=True, eq=False)
 class Decode:
-    """The plan of one launch of the kernel `flash_decode`.
+    """The plan of one launch of the decode kernel.
 
-    `items`, int32 (n, 8), has one row ("entry") per thread block of one KV head and row tile.
-    Fields 0 to 3 of an entry are the sequence, the first key tile, the key tile after the last, and
-    the slot of the partial results. Fields 4 to 6 are the sequence's first slot, its number of
-    splits and its length. With a prefix, field 7 is the row tile, and otherwise 0. The entries with
-    the most key tiles come first. If the splits of a sequence form a cluster, their entries stay
-    together.
+    `items` is an int32 array (n, 8) with one row ("entry") for each thread block of one KV head and
+    row tile. Fields 0 to 3 of an entry are the sequence, the first key tile, the end of the key
+    tiles, and the slot for partial results. Fields 4 to 6 are the sequence's first slot, number of
+    splits and length. Field 7 is the row tile if there is a prefix, and otherwise 0. Entries with
+    the most key tiles come first. If a sequence's splits form a cluster, their entries are
+    adjacent.
 
-    `splits` holds the number of splits per sequence, which follows from the rule `split`. `rows` is
-    the number of packed rows per KV head: queries times query heads per KV head. The packed rows
-    fill `row_tiles` row tiles. `n_visits` is the number of key tiles of the longest sequence. The
-    kernel `merge` runs after `kernel` and merges the splits. If `merge` is None, `kernel` itself
-    merges the splits. All sequences share `prefix` keys, which are divided into `prefix_splits`
-    parts and read only once.
+    `splits` holds the number of splits per sequence. `rows` is the number of packed rows per KV
+    head: queries times query heads per KV head, in `row_tiles` row tiles. `n_visits` is the number
+    of key tiles of the longest sequence. The kernel `merge` runs after `kernel` and merges splits.
+    If `merge` is None, `kernel` itself merges the splits. `prefix` is the number of keys that all
+    sequences share; they are read only once, in `prefix_splits` parts.
     """
 
     problem: Problem
@@ -100,7 +99,7 @@ class Decode:
 
     @property
     def prefix_tiles(self) -> int:
-        """The number of row tiles for a shared prefix, which hold all sequences' queries."""
+        """The number of row tiles for a shared prefix, which contain all sequences' queries."""
         block_q = dict(self.kernel.constants)["FS_BLOCK_Q"]
         return -(-self.problem.batch * self.rows // block_q) if self.prefix else 0
 
@@ -108,8 +107,8 @@ class Decode:
     def grid(self) -> tuple[int, int]:
         """The decode kernel's grid of thread blocks.
 
-        If a second kernel merges the splits, the blocks for a split's row tiles are neighbours
-        along x.
+        If a second kernel merges the splits, blocks for one split's row tiles are neighbours along
+        x.
         """
         blocks = len(self.items) * self.problem.kv_heads
         if self.prefix:
@@ -118,11 +117,11 @@ class Decode:
 
     @property
     def merges(self) -> np.ndarray:
-        """The merging kernel's table, int32 (n, 8), with one row per sequence that is split.
+        """The merging kernel's table, as int32 (n, 8), with one row per split sequence.
 
-        Fields 0 to 3 are the sequence's number, its first slot of partial results, its number of
-        splits, and the index of its first entry in `items`. Field 4 is the number of parts of a
-        shared prefix, and field 5 the number of slots per part. Fields 6 and 7 are 0.
+        Fields 0 to 3 are the sequence's number, first slot of partial results, number of splits,
+        and first index in `items`. Field 4 is the number of parts of a shared prefix, field 5 the
+        number of slots per part, and fields 6 and 7 are 0.
         """
         first = {b: i for i, b in reversed([*enumerate(self.items[:, 0].tolist())])}
         parted = [b for b, n in enumerate(self.splits) if n > 1 or self.prefix]
@@ -132,12 +131,12 @@ class Decode:
 
     @property
     def merge_grid(self) -> tuple[int, int]:
-        """The grid of thread blocks of the merging kernel."""
+        """The merging kernel's grid of thread blocks."""
         return -(-self.rows // kernels.MERGE_WARPS), len(self.merges) * self.problem.kv_heads
 
     @cached_property
     def cluster(self) -> int:
-        """The number of thread blocks per cluster, which is 1 if the splits merge through HBM."""
+        """The number of thread blocks per cluster, or 1 if splits merge through HBM."""
         return dict(self.kernel.constants)["FS_CLUSTER"]
 
     @property
@@ -147,7 +146,7 @@ class Decode:
 
     @cached_property
     def slots(self) -> int:
-        """The number of partial results that are kept in HBM until they are merged."""
+        """The number of partial results in HBM that are to be merged."""
         if self.cluster > 1:
             return 0
         if self.prefix:
@@ -156,7 +155,7 @@ class Decode:
 
     @cached_property
     def partial_elements(self) -> tuple[int, int]:
-        """The numbers of float32 elements of all partial outputs O, and of all partial LSE."""
+        """The number of float32 elements in all partial outputs O, and in all partial LSEs."""
         rows = self.slots * self.problem.kv_heads * self.rows
         return rows * row_elements(self.problem.head_dim_v), rows
 
@@ -167,14 +166,15 @@ class Decode:
 
     @property
     def walks(self) -> int:
-        """The number of row tiles of all sequences and of a shared prefix, over all KV heads."""
+        """The number of row tiles of all sequences and of a shared prefix, summed over KV heads."""
         return self.counters + self.problem.kv_heads * self.prefix_tiles
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     """Return a launch's argument struct, with all fields set except addresses and strides.
 
-    The block table has `table_row` entries per sequence, and the page pool has `pages` pages.
+    `table_row` is the number of block-table entries per sequence, and `pages` that of pages in the
+    pool.
     """
     made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
     made_of |= {"capacity": made.problem.n_kv}
@@ -187,7 +187,7 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """Return the problem as one of packed sequences, which contain only live keys.
+    """Return the problem with packed sequences, which contain only live keys.
 
     All sequences share `prefix` keys. The function raises `OptionError` or `UnsupportedError` if a
     sequence is shorter than the prefix, if a query does not see the whole prefix, or if the prefix
@@ -235,18 +235,18 @@ def plan(
     timeline: bool = False,
     prefix: int = 0,
 ) -> Decode:
-    """Return the decode launch's plan for a batch whose sequences have `lengths` keys.
+    """Return the plan of a decode launch for sequences that have `lengths` keys.
 
     If `splits` is None, the sequences get as many splits as needed to fill all SMs once. If
-    `splits` is a number, each sequence gets `splits` splits, or one per key tile if it has fewer
-    key tiles. With a `prefix`, the prefix and each sequence's own keys are divided into parts in
-    proportion to their key tiles. The largest number of parts is `splits`.
+    `splits` is a number, each sequence gets `splits` splits, but at most one per key tile. With a
+    `prefix`, the prefix and each sequence's other keys are divided in proportion to their key
+    tiles. No sequence or prefix has more than `splits` parts.
 
     `problem.n_kv` is the capacity of the cache per sequence. `page` is the number of rows per page,
-    or 0 if the cache is contiguous. With `counts`, the kernel reports the bytes that it moves, and
-    with `timeline` time stamps. `prefix` is the number of keys that all sequences share. The
-    function raises `UnsupportedError` if no kernel decodes this problem, and `OptionError` if there
-    are more splits than the kernel can merge.
+    or 0 for a contiguous cache. With `counts`, the kernel reports the bytes that it moves; with
+    `timeline`, it reports time stamps. `prefix` is the number of keys that all sequences share. The
+    function raises `UnsupportedError` if no kernel decodes this problem, and `OptionError` if the
+    kernel cannot merge so many splits.
     """
     check(problem, gpu)
     if max(problem.n_kv, *lengths) > _INT32:
@@ -261,14 +261,13 @@ def plan(
 
 @lru_cache(maxsize=256)
 def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0) -> Decode:
-    """Return the decode launch for sequences whose lengths the kernel reads at run time.
+    """Return the plan of a decode launch whose kernel reads the sequence lengths at run time.
 
-    The number of splits is that of sequences which fill the cache. A shorter sequence has as many
-    splits, and each of them has fewer key tiles or none. In an entry of `Decode.items`, field 1 is
-    the number of the split and field 2 is 0. At run time, the kernel computes which key tiles the
-    split has. One launch thus works for every length up to `problem.n_kv`. The function raises the
-    errors of `plan`, and `UnsupportedError` for latent attention, whose kernel cannot read lengths
-    at run time.
+    The number of splits is chosen for sequences that fill the cache. The splits of a shorter
+    sequence have fewer key tiles, or none. In the entries of `Decode.items`, field 1 is the split's
+    number, and field 2 is 0. The kernel computes each split's key tiles. One launch thus works for
+    all lengths up to `problem.n_kv`. The function raises the errors of `plan`; for latent attention
+    it raises `UnsupportedError`, since that kernel cannot read lengths.
     """
     if problem.latent:
         raise UnsupportedError(
@@ -302,20 +301,19 @@ class _DecodeRequest(NamedTuple):
 def _plain(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for ordinary attention without a shared prefix.
 
-    If the unsplit sequences have no more blocks than the GPU has SMs, blocks have 8 warps and each
-    SM runs one block. If there are more blocks than SMs, blocks have 4 warps and each SM runs two
-    blocks.
+    If unsplit sequences need no more blocks than the GPU has SMs, each SM runs one block of 8
+    warps. If more blocks are needed, each SM runs two blocks of 4 warps.
 
-    On GPUs with clusters, short sequences of equal length get 8 splits, which a cluster merges.
-    Sequences with fewer than 8 key tiles get 4 or 2 splits. Contiguous sequences of about equal
-    length are not split if their blocks already fill a large enough fraction of the SMs. The large
-    enough fraction is `_ENOUGH`, or `_MOST` on GPUs with slower HBM. The rule about `_ENOUGH` holds
-    before Hopper, for a key and a value with up to 128 columns together, and from `_LONG` key tiles
-    on. The notebook docs/notebooks/decoding.md has the measurements, on an H200 and an H100.
+    On GPUs with clusters, short sequences of equal length have 8 splits, which a cluster merges.
+    Below 8 key tiles, a sequence has 4 or 2 splits. Contiguous sequences of about equal length are
+    not split if their blocks fill a large enough fraction of the SMs. The required fraction is
+    `_ENOUGH`, or `_MOST` on GPUs with slower HBM. On Hopper, sequences with more than 128 columns
+    of K and V together, and fewer than `_LONG` key tiles, are split all the same. Measurements on
+    an H200 and an H100 are in docs/notebooks/decoding.md.
 
-    The splits of a sequence form a cluster only if the GPU can run all clusters at the same time.
-    If there are too many clusters, each sequence gets fewer splits, which form a smaller cluster.
-    If a key and a value together have up to 128 columns, the number of splits stays, and they merge
+    A sequence's splits form a cluster only if the GPU can run all clusters at the same time. If
+    there are too many clusters, each sequence gets fewer splits, which form a smaller cluster. If
+    key and value together have at most 128 columns, the number of splits stays, and splits merge
     through HBM.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
@@ -371,8 +369,8 @@ def _plain(asked: _DecodeRequest) -> Decode:
 def _latent(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for latent attention.
 
-    Latent attention has one KV head, and V consists of columns of K. A thread block takes all
-    shared memory of an SM, and a second kernel merges the splits.
+    Latent attention has a single KV head, and V is a part of K's columns. A thread block uses an
+    SM's entire shared memory, and a second kernel merges the splits.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     kernel = kernels.latent_kernel(p, variant, page)
@@ -384,10 +382,10 @@ def _latent(asked: _DecodeRequest) -> Decode:
 
 
 def _behind_prefix(asked: _DecodeRequest) -> Decode:
-    """Return the plan of a decode launch for sequences that share a prefix.
+    """Return the plan of a decode launch for sequences with a shared prefix.
 
-    A second kernel merges the partial results for the prefix with those for each sequence's own
-    keys. If `splits` is None, no part has more key tiles than the average load of an SM.
+    A second kernel merges the prefix's partial results with those of each sequence's own keys. If
+    `splits` is None, no part has more key tiles than the average per SM.
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
@@ -417,14 +415,14 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """Return a rule: `splits` splits or, if that is None, splits of up to `longest` key tiles."""
+    """Return a rule for the number of splits: `splits` or, if None, one per `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
 def _ranges(
     p: Problem, lengths: tuple[int, ...], block_k: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return two lists: the range of key tiles that each sequence's queries see, and its length."""
+    """Return each sequence's range of visible key tiles, and the lengths of these ranges."""
     ends = [-(-length // block_k) for length in lengths]
     first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
     ranges = [(min(lo, hi), hi) for lo, hi in zip(first, ends, strict=True)]
@@ -443,8 +441,8 @@ def _launch(
 ) -> Decode:
     """Return the plan of a decode launch; sequence b has the key tiles ``range(*ranges[b])``.
 
-    `parts` holds the number of parts into which `split` divides each sequence. With a prefix,
-    `lengths` exclude the prefix's keys, and the last entry of `parts` is for the prefix.
+    `parts` is the number of parts of each sequence, which `split` computes. With a prefix,
+    `lengths` exclude the prefix's keys, and the last of `parts` is the prefix's.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]

@@ -1,4 +1,4 @@
-"""The interface of a kernel family: the tilings that it supports, and the kernel of each stage."""
+"""The interface of a kernel family: supported tilings, and the kernel of each stage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PassRequest(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """A stage of a pass, its kernel's schedule tables, and the GPU that runs the kernel."""
+    """A stage of a pass, with its kernel's schedule tables and the GPU that runs the kernel."""
 
     stage: plans.Stage
     tables: Lowered
@@ -51,12 +51,12 @@ class Walked(NamedTuple):
 
     @property
     def problem(self) -> Problem:
-        """The problem that the stage's schedule is for."""
+        """The problem for which the stage's schedule was made."""
         return self.tables.schedule.problem
 
     @property
     def walks(self) -> int:
-        """The number of heads in the batch: query heads, or KV heads for a KV-outer loop."""
+        """The number of loops over the schedule: one per query head, or per KV head if KV-outer."""
         return plans.heads_of(self.stage, self.problem)[0]
 
     @property
@@ -66,10 +66,10 @@ class Walked(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """How the work tiles of one launch are shared between thread blocks.
+    """How thread blocks share the work tiles of one launch.
 
-    `cluster` is the number of blocks that share a work tile, and `items` the number of work tiles.
-    `deferred` says whether a visit's dQ is computed during the next visit.
+    `cluster` is the number of blocks per work tile, and `items` the number of work tiles.
+    `deferred` says whether a visit's dQ is computed in the next visit.
     """
 
     cluster: int
@@ -78,7 +78,7 @@ class Shared(NamedTuple):
 
 
 class HandOut(NamedTuple):
-    """How the work tiles of a stage are assigned to thread blocks, in one or several launches.
+    """How a stage's work tiles are assigned to thread blocks, in one or several launches.
 
     `clump` is the number of heads in a head group, which run together. With `in_step`, a KV-outer
     pass alternates between the query heads of a GQA group.
@@ -93,11 +93,11 @@ class HandOut(NamedTuple):
 class Family(ABC):
     """A family of kernels for all stages of FlashAttention-2, or for its forward pass alone.
 
-    `name` is the family's name in traces. The compiler ``load(kernel, device)`` returns the
-    compiled function, ready to launch on CuPy's current device. `like` holds the compile-time
-    choices that do not depend on schedule tables or reports. `takes_functions` says whether the
-    kernels take `mask_mod`, `score_mod` and `sinks`. If they do not, error texts end with the
-    advice `elsewhere`.
+    `name` is what traces call the family. ``load(kernel, device)`` compiles a kernel, and returns a
+    function that launches on CuPy's current device. `like` holds compile-time options that do not
+    depend on schedule tables or reports. `takes_functions` says whether the kernels take
+    `mask_mod`, `score_mod` and `sinks`. `elsewhere` is the advice in error texts if the kernels
+    take no functions.
     """
 
     name: str
@@ -110,18 +110,18 @@ class Family(ABC):
 
     @abstractmethod
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Return why these kernels cannot run this pass, or None if they can.
+        """Return the reason why these kernels cannot run this pass, or None if they can.
 
-        If `tiling` is None, the method checks the pass with the default tiling.
+        If `tiling` is None, the default tiling is checked.
         """
 
     @abstractmethod
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return all tilings with which the kernels can run the pass on this GPU."""
+        """Return all tilings with which the kernels can run this pass on this GPU."""
 
     @abstractmethod
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Return the fastest tiling on an H200, or None if the kernels cannot run the pass."""
+        """Return the fastest tiling on an H200, or None if the kernels cannot run this pass."""
 
     def refused(self, reason: str) -> FlashSimError:
         """Return the error to raise if `why_not` returned `reason`."""
@@ -132,11 +132,11 @@ class Family(ABC):
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
-        """Return all tilings with which the kernels can run ``PassRequest(*asked)``."""
+        """Return all tilings that the kernels support for ``PassRequest(*asked)``."""
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """Return `tiling` (if None, the fastest one), or raise an error for an unsupported pass."""
+        """Return `tiling`, or the fastest tiling if it is None; raise for an unsupported pass."""
         question = PassRequest(problem, *asked)
         if reason := self.why_not(question, tiling):
             raise self.refused(reason)
@@ -155,14 +155,14 @@ class Family(ABC):
     # -- which backward -------------------------------------------------------------------------
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Return whether a fused backward with ordered dQ sums can run and beats three passes."""
+        """Return whether a fused backward with ordered dQ sums works and beats three passes."""
         return False
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
-        """Return whether "flash2-once" can run and is the fastest backward on this GPU.
+        """Return whether "flash2-once" works and is the fastest backward on this GPU.
 
-        With `ordered`, "flash2-once" is compared with the fused backward that adds to dQ in a fixed
-        order.
+        With `ordered`, the other candidate is the fused backward with a fixed order of additions to
+        dQ.
         """
         return False
 
@@ -173,24 +173,24 @@ class Family(ABC):
     # -- how work tiles are assigned ------------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
-        """Return the number of heads in a head group, which run together."""
+        """Return how many heads form a head group, which run together."""
         room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
         return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
 
     def cluster(self, walk: Walked) -> int:
-        """Return the number of thread blocks that share a work tile."""
+        """Return how many thread blocks share a work tile."""
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return extra launches (or none) before the main launch, which compute some work tiles.
+        """Return the extra launches, if any, that compute some work tiles before the main launch.
 
-        Each returned launch is a pair (blocks per cluster, number of work tiles). In the main
-        launch, `cluster` blocks share each work tile.
+        Each returned launch is a pair (blocks per cluster, number of work tiles). `cluster` is the
+        number of blocks per work tile in the main launch.
         """
         return ()
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """Return whether a fused pass should compute a visit's dQ during the next visit."""
+        """Return whether a fused pass should compute a visit's dQ in the next visit."""
         return False
 
     def in_step(self, walk: Walked, clump: int) -> bool:
@@ -208,8 +208,8 @@ class Family(ABC):
     ) -> HandOut:
         """Decide how a stage's work tiles are assigned to thread blocks.
 
-        If blocks add to dQ in a fixed order, or record a timeline, no cluster shares a work tile.
-        If a pass reports bytes or times, the stage is a single launch.
+        No cluster shares a work tile if blocks add to dQ in a fixed order, or record a timeline. A
+        pass that reports bytes or times has one launch per stage.
         """
         walk = Walked(stage, tables, gpu)
         cluster = 1 if ordered or report == "timeline" else self.cluster(walk)
@@ -229,11 +229,11 @@ class Family(ABC):
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
     ) -> tuple[KernelPass, ...]:
-        """Return a tuple that holds the single launch of the forward pass.
+        """Return the forward pass's single launch, in a tuple.
 
-        If `tiling` is None, the method `choose` chooses the tiling. With the `report` "counts", the
-        kernels record the bytes that they move. With the `report` "timeline", the kernels also
-        record time stamps. The method raises `TilingError` or `UnsupportedError`.
+        If `tiling` is None, the method `choose` picks it. With the `report` "counts", the kernels
+        record the bytes that they move. With "timeline", the kernels record time stamps too. The
+        method raises `TilingError` or `UnsupportedError`.
         """
         return _passes(self, PassRequest(problem, gpu, "forward"), tiling, key_order, report)
 
@@ -250,8 +250,8 @@ class Family(ABC):
         """Return the launches of the backward pass, in order.
 
         With `ordered`, blocks add to dQ in a fixed order (`device_tables.in_turns`). The option
-        `ordered` needs the algorithm "flash2-fused" and a true `orders_dq`. For the other
-        parameters and the errors, see `forward_passes`.
+        `ordered` needs the algorithm "flash2-fused", and a family whose `orders_dq` is true. The
+        other parameters and the errors are those of `forward_passes`.
         """
         asked = PassRequest(problem, gpu, "backward", algorithm, ordered)
         return _passes(self, asked, tiling, key_order, report)

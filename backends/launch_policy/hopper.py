@@ -1,6 +1,6 @@
-"""The Hopper kernels (sm_90a): the passes they support, and each stage's kernel and launch.
+"""The Hopper kernels (sm_90a): supported passes, and each stage's kernel and launch.
 
-The notebook docs/notebooks/hopper.md tells how the kernels were developed, step by step.
+The notebook docs/notebooks/hopper.md describes the kernels' development.
 """
 
 from __future__ import annotations
@@ -49,18 +49,17 @@ _WIDEST_ONCE = 128
 
 @dataclass(frozen=True)
 class Hopper(Family):
-    """The family of kernels that use instructions that only Hopper has.
+    """The family of kernels that use Hopper's own instructions.
 
-    If these kernels cannot run a pass, the error text suggests the kernel family that `instead`
-    names. With `brings_tiles`, the forward kernel loads elements of a captured array to shared
-    memory by TMA.
+    Error texts for unsupported passes suggest the kernel family that `instead` names. With
+    `brings_tiles`, the forward kernel loads parts of a captured array by TMA.
     """
 
     instead: str = "portable"
     brings_tiles: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Return why the Hopper kernels cannot run this pass, or None if they can."""
+        """Return the reason why the Hopper kernels cannot run this pass, or None if they can."""
         problem, gpu, direction, algorithm, _ = asked
         if gpu.compute_capability != CAPABILITY:
             return f"they need compute capability 9.0, and {gpu.name} has " + ".".join(
@@ -91,7 +90,7 @@ class Hopper(Family):
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return all tilings that the kernels support, fastest first (docs/reference/hopper.md)."""
+        """Return all supported tilings, fastest first (docs/reference/hopper.md)."""
         problem, gpu, d = asked.problem, asked.gpu, asked.wide
         if asked.direction == "backward":
             if asked.algorithm == "flash2-once":
@@ -132,7 +131,7 @@ class Hopper(Family):
         )
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Return the fastest of the tilings with which the Hopper kernels can run this pass."""
+        """Return the fastest tiling with which the Hopper kernels can run this pass."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
         # With ordered dQ, fewer row tiles mean fewer waits for a turn.
         return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
@@ -145,15 +144,15 @@ class Hopper(Family):
         )
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Return whether a fused backward with ordered dQ sums can run and beats three passes."""
+        """Return whether a fused backward with ordered dQ sums works and beats three passes."""
         return widest(problem) <= 128
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
-        """Return whether "flash2-once" can run and is predicted to be the fastest backward.
+        """Return whether "flash2-once" works and is predicted to be the fastest backward.
 
-        With few work tiles, three passes are faster, since their kernel for dQ runs at the same
-        time as their kernel for dK and dV. The fused backward with ordered dQ sums is never faster
-        than "flash2-once", because it also needs a delta kernel and a kernel that converts dQ.
+        With few work tiles, three passes are faster, because two of their kernels run at the same
+        time. The fused backward with ordered dQ sums is slower than "flash2-once": it needs a delta
+        kernel and a kernel that converts dQ.
         """
         if self.refusal(problem, None, gpu, "backward", "flash2-once"):
             return False
@@ -169,10 +168,9 @@ class Hopper(Family):
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
         """Return whether the fused backward is predicted to be faster than three passes.
 
-        The three passes compute more matrix products, but do not clear and convert a float32 dQ. Of
-        the three passes, the kernel for dQ may run at the same time as the kernel for dK and dV.
-        The fused kernel does not exist above a head_dim of 192, where no shared memory is left to
-        stage dQ.
+        The three passes compute more matrix products, but they need not clear and convert a float32
+        dQ. The kernel for dQ may run at the same time as the kernel for dK and dV. Above a head_dim
+        of 192, shared memory has no space to stage dQ, so no fused kernel exists.
         """
         if widest(problem) > 192:
             return False
@@ -180,7 +178,7 @@ class Hopper(Family):
         return fused < three
 
     def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
-        """Return the µs that the time model predicts for the backward with each of `algorithms`."""
+        """Return the predicted time in µs of the backward pass for each of `algorithms`."""
         made = (
             self.backward_passes(problem, None, gpu, "ascending", "", algorithm)
             for algorithm in algorithms
@@ -188,13 +186,12 @@ class Hopper(Family):
         return [backward_microseconds(passes, gpu) for passes in made]
 
     def cluster(self, walk: Walked) -> int:
-        """Return the number of thread blocks that share a work tile.
+        """Return how many thread blocks share a work tile.
 
-        The number exceeds 1 if a KV-outer backward has too few work tiles to fill the SMs. The
-        number is 1 for `hopper_kernels.roles_kernel`, which does not support clusters. With a
-        head_dim above 128, the number is limited so that all blocks run at the same time. More
-        clusters than can run at the same time are slower: on an H100, 128 work tiles took 92 µs in
-        clusters of two, and 72 µs without clusters.
+        The number exceeds 1 only if a KV-outer backward has too few work tiles to fill the SMs. The
+        number is 1 for `hopper_kernels.roles_kernel`, which does not support clusters. Above a
+        head_dim of 128, all blocks must be able to run at the same time. Too many clusters are
+        slow: on an H100, 128 work tiles took 92 µs in clusters of two, and 72 µs without clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or tables.schedule.tiling == ROLES:
@@ -212,7 +209,7 @@ class Hopper(Family):
         return blocks
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return extra launches in which clusters share the work tiles of the last wave."""
+        """Return extra launches, in which clusters share the work tiles of the last wave."""
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()
@@ -220,29 +217,28 @@ class Hopper(Family):
         return remainder(items, steps, *_item_times(walk), gpu)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """Return whether a fused pass should compute a visit's dQ during the next visit.
+        """Return whether a fused pass should compute a visit's dQ in the next visit.
 
-        Only blocks with long loops defer dQ, since deferral costs extra time at the end of each
-        loop.
+        Only long loops defer dQ, since deferral costs time at the end of each loop.
         """
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
     def clump(self, walk: Walked) -> int:
-        """Return the number of heads in a head group, which run together.
+        """Return how many heads form a head group, which run together.
 
-        If all work tiles are equally long, a head group is one head, or the query heads of one GQA
-        group, which share K and V. With small groups, more blocks read the same tiles at the same
-        time. The rule for equally long work tiles excludes blocks that add to dQ in a fixed order.
-        The rule also excludes heads that share a large bias, because blocks of several heads should
-        read the same rows of the bias at the same time.
+        If all work tiles are equally long, a head group is one head, or a GQA group's query heads,
+        which share K and V. In small groups, more blocks read the same tiles at the same time.
+        Blocks that add to dQ in a fixed order use the rule for work tiles of different lengths. The
+        same rule covers heads that share a large bias, because their blocks should read the same
+        rows of the bias at the same time.
 
-        If work tiles have different lengths, the long work tiles of a head group come first and
-        load its K and V, which the short work tiles then find in L2. A forward pass over many short
-        sequences is limited by DRAM. The head groups of such a pass are small, so that some blocks
-        begin a group while other blocks finish one. If there are only a few waves, all heads may
-        form one group, so that the long work tiles of all heads come first.
+        If work tiles have different lengths, a group's long work tiles start first and load K and
+        V, which the short ones find in L2. DRAM limits a forward pass over many short sequences.
+        The head groups of such a pass are small, so that some blocks begin a group while others
+        finish one. With few waves, all heads may form one group, so that the long work tiles of all
+        heads come first.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         shared = functions.heads_share(p, gpu.l2_bytes // 8)
@@ -268,11 +264,10 @@ class Hopper(Family):
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Return whether a KV-outer pass alternates between the query heads of a GQA group.
 
-        A KV-outer pass alternates if the tensors that a head group loops over, and the group's dQ,
-        together exceed the size of L2. No pass alternates under a left window, because its work
-        tiles begin at different row tiles. If there are more work tiles than SMs, the threshold is
-        1.25 times the L2 size, or twice for a single head. The reason: work tiles that run at the
-        same time are then about equally long, and drift apart slowly.
+        A KV-outer pass alternates if the tensors that a head group loops over, including dQ, exceed
+        the size of L2. No pass alternates under a left window, where work tiles begin at different
+        row tiles. With more work tiles than SMs, the limit is 1.25 times the L2 size, or twice for a
+        single head, because concurrent work tiles are about equally long and drift apart slowly.
         """
         p, gpu = walk.problem, walk.gpu
         more = clump * walk.tables.tiles > gpu.multiprocessors
@@ -281,11 +276,10 @@ class Hopper(Family):
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
-        """Return the sizes of the ring buffers that the forward kernel uses.
+        """Return the sizes of the forward kernel's ring buffers.
 
-        The ring buffers of K and V have three stages if these fit into shared memory, or else two.
-        Elements of captured arrays get a separate ring buffer if it fits beside two stages of K and
-        V.
+        K and V have three pipeline stages if shared memory suffices, otherwise two. A captured
+        array gets its own ring buffer if there is space beside two stages of K and V.
         """
         tiled = self.brings_tiles and functions.tile_of(problem)
         possible = (Rings(3, 2), Rings(2, 2), Rings(2, 1)) if tiled else ()
@@ -295,13 +289,13 @@ class Hopper(Family):
         return Rings(2)
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
-        """Return how many bytes of shared memory a thread block of the forward kernel needs."""
+        """Return the bytes of shared memory per thread block of the forward kernel."""
         return hopper_kernels.forward_bytes(problem, tiling, rings)
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Return the kernel that runs a stage of a pass; row-wise stages run portable kernels."""
+        """Return the kernel that runs a stage of a pass; row-wise stages use portable kernels."""
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)
@@ -322,24 +316,23 @@ HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:
-    """Return a backward kernel's `Times`, and the extra µs per work tile that a cluster shares."""
+    """Return a backward kernel's `Times`, and the extra µs per work tile shared by a cluster."""
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
 
 
 def _drifts(walk: Walked) -> bool:
-    """Return whether blocks that start on one KV head soon drift to different query heads."""
+    """Return whether blocks that start on one KV head may soon work on different query heads."""
     uneven = walk.tables.ranks is None and not walk.alike
     return walk.stage.outer == "keys" and walk.problem.group > 1 and uneven
 
 
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
-    """Return how many heads (1 to 4) together fill about a whole number of waves, or 0.
+    """Return how many heads (1 to 4) together fill an almost integer number of waves, or 0.
 
-    The result is 0 if no number of heads does so. If head groups fill whole waves, the work tiles
-    of a wave loop over the row tiles in the same direction. If two head groups shared a wave, their
-    work tiles would loop in different directions.
+    If head groups fill whole waves, the work tiles of a wave loop over the row tiles in the same
+    direction. If two head groups shared a wave, their loops would have different directions.
     """
     most = gpu.multiprocessors
 

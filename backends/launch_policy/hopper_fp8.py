@@ -30,7 +30,7 @@ class HopperFp8(Family):
     """The kernel family of FlashAttention-3's FP8 forward, which has no backward kernels."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Return why these kernels cannot run this pass, or None if they can."""
+        """Return the reason why these kernels cannot run this pass, or None if they can."""
         p, gpu = asked.problem, asked.gpu
         if gpu.compute_capability != hopper.CAPABILITY:
             has = ".".join(map(str, gpu.compute_capability))
@@ -75,10 +75,10 @@ class HopperFp8(Family):
         return UnsupportedError(f"the FP8 kernels do not run this: {reason}; {self.elsewhere}")
 
     def clump(self, walk: Walked) -> int:
-        """Return the number of heads in a head group, which run together.
+        """Return how many heads form a head group, which run together.
 
-        The result is the number of the 16-bit kernels or, if that is faster, the next smaller
-        number that divides the number of heads evenly.
+        The result is the 16-bit kernels' number or, if faster, the next smaller divisor of the
+        number of heads.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:
@@ -114,7 +114,7 @@ HOPPER_FP8 = HopperFp8(
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Return the bytes of a block's ``struct OnChip``, in which rows are padded to 128 bytes."""
+    """Return the bytes of a block's ``struct OnChip``, whose rows are padded to 128 bytes."""
     d, dv = -(-problem.head_dim // 128) * 128, problem.head_dim_v
     groups = tiling.block_q // 64
     tiles = tiling.block_q * d + stages * tiling.block_k * (d + dv)
@@ -122,7 +122,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
 
 
 def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
-    """Return the scales' granularity, and the numbers of rows of Q and of K that share a scale."""
+    """Return the scales' granularity, and how many rows of Q, and of K, share a scale."""
     if problem.scales is None:
         return _NONE, (1, 1)
     if isinstance(problem.scales, str):

@@ -20,8 +20,8 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 class Rings(NamedTuple):
     """The numbers of pipeline stages of the forward kernel's ring buffers in shared memory.
 
-    `stages` is the number of pipeline stages of K, and of V. `tile` is the number of pipeline
-    stages of a captured array, or 0 if TMA does not load it.
+    `stages` is the number of pipeline stages for each of K and V. `tile` is the number of pipeline
+    stages for a captured array, or 0 if TMA loads none.
     """
 
     stages: int
@@ -31,7 +31,7 @@ class Rings(NamedTuple):
 def forward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings
 ) -> Kernel:
-    """Return the Hopper forward kernel for a problem, a tiling and sizes of ring buffers."""
+    """Return the Hopper forward kernel for a problem, a tiling and ring-buffer sizes."""
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
@@ -58,7 +58,7 @@ _DISTANCES = 2
 
 
 def adds_ramp(problem: Problem) -> bool:
-    """Return whether tensor cores add the score function's linear term (Ramp in forward.cu)."""
+    """Return whether tensor cores add a linear term to the scores (Ramp in forward.cu)."""
     return functions.ramp_of(problem) is not None and max(tile_columns("forward", problem)) <= 128
 
 
@@ -68,10 +68,10 @@ _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """Return ``{"BOUNDED": 1}`` if the forward kernel can omit the running maximum, or {}.
+    """Return ``{"BOUNDED": 1}`` if the forward kernel needs no running maximum, otherwise {}.
 
-    A bfloat16 kernel can omit it if the scores have a small upper bound (BoundedSoftmax in the
-    kernels).
+    A bfloat16 kernel needs no running maximum if scores have a small upper bound (BoundedSoftmax in
+    the kernels).
     """
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
@@ -84,7 +84,7 @@ def take_turns(problem: Problem, tiling: Tiling) -> bool:
 
 
 def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
-    """Return the bytes of shared memory that one thread block of the Hopper forward needs."""
+    """Return the bytes of shared memory per thread block of the Hopper forward."""
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
@@ -102,7 +102,7 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
 
 
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the KV-outer kernel, which computes dK and dV, and in a fused backward also dQ."""
+    """Return the KV-outer kernel for dK and dV, which in a fused backward also computes dQ."""
     fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
@@ -151,7 +151,7 @@ def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the fused kernel for head dims of 129 to 192, whose warpgroups have separate roles."""
+    """Return the fused kernel for head dims of 129 to 192, whose warpgroups have separate tasks."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     # K, V, Q and dO, P and dS; dQ is staged.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
@@ -168,7 +168,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the kernel that computes dQ alone, the last of three passes."""
+    """Return the kernel of the third pass, which computes dQ alone."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
@@ -179,7 +179,7 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
-    """Return a TMA box with 64 columns for each pair (tensor, number of rows)."""
+    """Return a TMA box of 64 columns for each pair (tensor, number of rows)."""
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
@@ -190,34 +190,34 @@ def on_chip(data: int, barriers: int) -> int:
 
 
 def _wide(head_dim: int) -> int:
-    """Return a tile's columns in shared memory: head_dim rounded up to a multiple of 64."""
+    """Return how many columns a tile has in shared memory: head_dim rounded up to 64."""
     return -(-head_dim // _CHUNK) * _CHUNK
 
 
 def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
-    """Return two numbers of columns that TMA loads: per tile of Q or K, and per tile of V or dO."""
+    """Return how many columns TMA loads per tile of Q or K, and per tile of V or dO."""
     if stage == "forward":
         return _wide(problem.head_dim), _wide(problem.head_dim_v)
     return _shared_dim(problem), _shared_dim(problem)
 
 
 def _shared_dim(problem: Problem) -> int:
-    """Return the backward kernels' padded head_dim, which is the same for Q, K, V and dO."""
+    """Return the head_dim of the backward kernels, padded to the same size for Q, K, V and dO."""
     return _wide(max(problem.head_dim, problem.head_dim_v))
 
 
 def product_columns(
     stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
 ) -> tuple[int, int]:
-    """Return the columns per product of the backward, and the extra columns of all products.
+    """Return the columns per product of the backward, and the padding columns of all products.
 
     The number of columns per product is head_dim, rounded up to a multiple of 16. If a cluster
-    shares a work tile and head_dim is at most 128, head_dim is rounded up to a multiple of 32.
-    Extra columns are padding: some products compute all columns of a padded tile in shared memory.
-    The product dQ^T has extra columns, because its rows are the tile's columns. If the tile has at
-    most 32 columns, the kernel computes dQ instead of dQ^T. Beyond a head_dim of 128, the products
-    dK and dV also have extra columns, because two warpgroups divide them. If one warpgroup computes
-    all of dQ^T, the rows of dQ^T are only padded to a multiple of 32.
+    shares a work tile and head_dim is at most 128, head_dim is rounded up to a multiple of 32. Some
+    products compute all columns of a tile in shared memory, including padding. The product dQ^T is
+    padded, because its rows are the tile's columns. If the tile has at most 32 columns, the kernel
+    computes dQ instead of dQ^T. Above a head_dim of 128, dK and dV are padded, because two
+    warpgroups divide their columns. If one warpgroup computes all of dQ^T, rows are padded only to
+    a multiple of 32.
     """
     d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)
     step = 32 if cluster > 1 and whole <= 128 else 16

@@ -18,7 +18,7 @@ class Portable(Family):
     """A family of kernels that run on every GPU from sm_80 on."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Return why these kernels cannot run this pass, or None if they can."""
+        """Return the reason why these kernels cannot run this pass, or None if they can."""
         problem, gpu, direction, algorithm, _ = asked
         if direction == "backward" and algorithm == "flash2-once":
             return (
@@ -47,7 +47,7 @@ class Portable(Family):
         return why
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return all tilings with which the kernels can run on this GPU, smallest first."""
+        """Return all tilings with which the kernels run on this GPU, smallest first."""
         every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
         return tuple(t for t in every if self._runs(asked, t))
 
@@ -83,7 +83,7 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Return the most shared memory of any kernel in bytes, or None if one cannot be built."""
+        """Return the largest kernel's bytes of shared memory, or None if a kernel is impossible."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:

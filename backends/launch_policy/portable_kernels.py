@@ -41,7 +41,7 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu)
 
 
 def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """Return `flash_dkdv`, which in a fused backward also computes dQ, or raise `TilingError`."""
+    """Return `flash_dkdv`, which computes dQ too in a fused backward, or raise `TilingError`."""
     fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
@@ -95,7 +95,7 @@ def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) ->
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """Return the kernel `flash_dq` (dQ in the last of three passes), or raise `TilingError`."""
+    """Return the kernel `flash_dq`, the third pass of the backward, or raise `TilingError`."""
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         _require(tiling, bq // 16 * d // 16 + 2 * bq * bk // 256 <= _ACCUMULATORS)
@@ -117,7 +117,7 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
 
 
 def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return `flash_delta` for the stage "delta", or `flash_convert` for the stage "convert"."""
+    """Return the row-wise kernel: `flash_delta` for "delta", `flash_convert` for "convert"."""
     dlse = int(problem.dlse and stage == "delta")
     more = {"fused": int(variant.fused), "f32": int(problem.dtype == "float32"), "dlse": dlse}
     return _kernel("backward_rows", f"flash_{stage}", 8, 0, (problem, tiling, variant), **more)

@@ -45,7 +45,7 @@ def kernels(
 ) -> tuple[Kernel, ...]:
     """Return the kernels that quantise q, k and v to FP8, or raise `UnsupportedError`.
 
-    A single kernel suffices if all rows that share a scale are in one thread block.
+    A single kernel suffices if one thread block has all rows that share a scale.
     """
     check_head_dim(d)
     if dtype not in ("float16", "bfloat16"):
@@ -68,7 +68,7 @@ def kernels(
 
 
 def transposition(d: int) -> Kernel:
-    """Return the kernel that transposes a V that is already FP8, or raise `UnsupportedError`."""
+    """Return the kernel that transposes an FP8 V, or raise `UnsupportedError`."""
     check_head_dim(d)
     unused = ("ROTATE", "E5M2", "BF16", "SCALES", "MODE")
     return _kernel("transpose", d, dict.fromkeys(unused, 0) | {"SCALE_Q": ROWS, "SCALE_K": ROWS})
@@ -85,7 +85,7 @@ def check_gpu(gpu: Gpu) -> None:
 
 
 def check_head_dim(d: int) -> None:
-    """Raise `UnsupportedError` for a head_dim that the kernels are not built for."""
+    """Raise `UnsupportedError` for a head_dim without a kernel."""
     if d not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         raise UnsupportedError(f"FP8 on a GPU needs a head_dim of {dims}, got {d}")
@@ -101,7 +101,7 @@ def _kernel(name: str, d: int, values: dict[str, Any]) -> Kernel:
 
 
 def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> tuple[int, ...]:
-    """Return the shape of one input's array of scales."""
+    """Return the shape of the array of scales for one input."""
     shapes = {"tensor": (), "head": (batch, heads), "block": (batch, heads, -(-n // rows))}
     return shapes[granularity]
 
@@ -109,7 +109,7 @@ def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> 
 def sizes(
     q: tuple[int, int, int, int] | None, k: tuple[int, int, int, int], processors: int
 ) -> tuple[dict[str, int], int]:
-    """Return the integer fields of ``struct Args``, and the number of thread blocks in a launch.
+    """Return the integer fields of ``struct Args``, and the launch's number of thread blocks.
 
     `q` and `k` are the shapes (batch, heads, n, d) of Q and K. If `q` is None, the launch only
     transposes V.

@@ -25,7 +25,7 @@ ARGS = np.dtype(
 
 
 def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kernel:
-    """Return the kernel for these block sizes and a V with `d3` columns, or raise `TilingError`."""
+    """Return the kernel for these block sizes and `d3` columns of V, or raise `TilingError`."""
     if block_1 not in SIDES or block_2 not in SIDES:
         raise TilingError(
             f"each block side of the GPU kernel must be one of {', '.join(map(str, SIDES))}, got "

@@ -1,9 +1,9 @@
 """Compile and cache the Python tensor-core kernels. Only the function `load` needs a GPU.
 
 numba-cuda compiles a kernel to PTX, and nvJitLink compiles the PTX to a cubin. For kernels with
-Hopper's own instructions, the driver compiles the PTX as a whole program instead. The code that
-nvJitLink compiles may later be linked with other code. In linkable code, the compiler ignores
-`setmaxnreg` and waits for each `wgmma` immediately (ptxas reports this as C7504 and C7509).
+Hopper's own instructions, the driver compiles the PTX as a whole program instead. nvJitLink's code
+may later be linked with other code. For linkable code, the compiler ignores `setmaxnreg`, and waits
+for each `wgmma` immediately (C7504 and C7509 of ptxas).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 
 def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any], None]:
-    """Return the Python kernel for a `Kernel` description, with its compile-time constants."""
+    """Return the Python kernel for a `Kernel` description, specialised for its constants."""
     writers: dict[str, Callable[[Kernel], Any]] = {
         "flash_forward": flash_forward_kernel,
         "hopper_forward": hopper_forward_kernel,
@@ -68,7 +68,7 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
 
 
 def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
-    """Return a kernel's PTX for a compute capability, with the kernel's name as its entry point."""
+    """Return a kernel's PTX for a compute capability, with the kernel's name as entry point."""
     maps = [MapType(kernel.name, n) for n in range(len(kernel.boxes))]
     args = ArgsType(kernel.args.itemsize)
     arguments = [*maps, args, types.int64] if maps else [args]
@@ -116,7 +116,7 @@ def cache_folder() -> Path:
 
 @cache
 def _sources() -> bytes:
-    """Return a digest of all that affects the compilation of kernels, except their constants."""
+    """Return a digest of everything that affects compilation, except a kernel's constants."""
     versions = (numba.__version__, numba_cuda.__version__, llvmlite.__version__)
     digest = hashlib.sha256(" ".join(versions).encode())
     rooms = [
@@ -128,11 +128,10 @@ def _sources() -> bytes:
 
 
 def image(kernel: Kernel, capability: tuple[int, int]) -> bytes:
-    """Return a compiled kernel (cubin or PTX), which is compiled only if the cache lacks it.
+    """Return a compiled kernel (cubin or PTX) from the cache, or compile it first.
 
-    Each compilation of a kernel prints a message. A cache file holds a checksum and the compiled
-    kernel, and a damaged file is rewritten. If a file cannot be written, the function still returns
-    the kernel.
+    Each compilation prints a message. A cache file holds a checksum and the compiled kernel; a
+    damaged file is replaced. An unwritable cache is not an error.
     """
     key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
     suffix = "ptx" if kernel.boxes else "cubin"
@@ -180,7 +179,7 @@ def _keep(path: Path, code: bytes) -> None:
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """Return the compiled kernel, loaded on CuPy's current device and ready to launch."""
+    """Return the compiled kernel, loaded on CuPy's current device."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(device)

@@ -1,8 +1,8 @@
-"""Turn Python functions that emit LLVM IR into functions that a Numba-CUDA kernel can call.
+"""Turn Python functions that emit LLVM IR into functions for Numba-CUDA kernels.
 
-A register fragment is a tuple in the kernel, and a list of LLVM values in the emitting function. A
-tuple cannot be indexed at run time, so a fragment always stays in registers. Loops over a
-fragment's elements are Python loops that run while the kernel is compiled.
+A register fragment is a tuple in a kernel, and a list of LLVM values in an emitting function. A
+tuple cannot be indexed at run time, so a fragment always stays in registers. Loops over a fragment
+run in Python at compile time.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ def words(count: int) -> types.Type:
 def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn ``function(builder, *values)``, which emits LLVM IR, into a Numba intrinsic.
 
-    `returns` is the type of the result. In `values` and in the result of `function`, a scalar is
-    one LLVM value, a fragment is a list, and several fragments are a list of lists. Scalars are
-    cast to the type of their parameter. The type of a fragment must be exactly that of its
-    parameter.
+    `returns` is the type of the result. `values` and the result use an LLVM value for a scalar, a
+    list for a fragment, and a list of lists for several fragments. Scalars are cast to the type of
+    their parameter. A fragment must have exactly the type of its parameter.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -114,12 +113,11 @@ def asm(
     effects: bool = False,
     together: bool = False,
 ) -> ir.Value:
-    """Emit one PTX instruction. ``$n`` in `text` is operand n, counting from the first result.
+    """Emit one PTX instruction. ``$n`` in `text` is operand n, counted from the first result.
 
-    With `effects`, the compiler does not move the instruction across barriers and other memory
-    accesses, and keeps it even if its result is unused. With `together`, LLVM also keeps the
-    instruction out of branches, so that all threads of a warp that reach the instruction execute it
-    at the same time.
+    With `effects`, the compiler neither moves the instruction across barriers and memory accesses
+    nor drops it if unused. With `together`, LLVM keeps the instruction out of branches, so that a
+    warp's threads execute it together.
     """
     result = returns or ir.VoidType()
     kind = ir.FunctionType(result, [v.type for v in operands])
@@ -130,7 +128,7 @@ def asm(
 
 
 def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
-    """Return the results of an instruction that returns a struct, as separate values."""
+    """Return the fields of an instruction's struct result as separate values."""
     return [builder.extract_value(value, x) for x in range(count)]
 
 
@@ -138,11 +136,11 @@ def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
 
 
 class MapType(types.Type):
-    """The Numba type of a tensor map (`cupy_gpu.tensor_maps`) that is kernel parameter n.
+    """The Numba type of kernel parameter n if it is a tensor map (`cupy_gpu.tensor_maps`).
 
     TMA needs the address of a tensor map, but Numba passes parameters by value.
-    `hopper.wgmma_tiles.map_address` gets the address from the parameter's PTX name: PTX calls a
-    kernel's parameters KERNEL_param_0, KERNEL_param_1, and so on.
+    `hopper.wgmma_tiles.map_address` finds the address by the PTX name, KERNEL_param_n for parameter
+    n.
     """
 
     def __init__(self, kernel: str, number: int) -> None:
@@ -151,11 +149,11 @@ class MapType(types.Type):
 
 
 class ArgsType(types.Type):
-    """The Numba type of the argument struct `launch.ARGS`, passed by value, of `nbytes` bytes.
+    """The Numba type of `launch.ARGS`, an argument struct of `nbytes` bytes, passed by value.
 
-    Kernels read the struct's fields as attributes, such as ``q_data`` and ``q_row`` for the tensor
-    q. In kernels with mask or score functions, 64-bit numbers follow `launch.ARGS` in the struct.
-    The attribute ``word_n`` is the n-th of these numbers.
+    Kernels read the struct's fields as attributes; the tensor q has ``q_data`` and ``q_row``, for
+    example. If a kernel has mask or score functions, 64-bit numbers follow `launch.ARGS`, with
+    attributes ``word_0``, ``word_1`` and so on.
     """
 
     def __init__(self, nbytes: int = launch.ARGS.itemsize) -> None:
@@ -183,7 +181,7 @@ _WORD = "word_"
 
 
 def _register() -> None:
-    """Register with numba-cuda how the argument struct and tensor maps are passed and read."""
+    """Tell numba-cuda how the argument struct and tensor maps are passed and read."""
     from numba.cuda import models
     from numba.cuda.cudadecl import registry as typing_registry
     from numba.cuda.cudaimpl import registry as lowering_registry

@@ -3,8 +3,8 @@
 The "tensor" kernels support float16 and bfloat16, and use tensor cores from sm_80 on. The "hopper"
 kernels support the same types, and use instructions that only Hopper has. The "teaching" kernels
 are plain Python loops for float16 and float32, which also run in Numba's CUDA simulator. The
-families "tensor" and "teaching" support score and mask functions. Only the "teaching" kernels
-support sinks.
+families "tensor" and "teaching" support score and mask functions, and only "teaching" supports
+sinks.
 """
 
 from __future__ import annotations
@@ -62,28 +62,28 @@ from flashsim.backends.numba_gpu.teaching import run as teaching_run  # noqa: E4
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass on the GPU that holds the arrays (for NumPy arrays, the current GPU)."""
+    """Run the forward pass on the arrays' GPU (the current GPU for NumPy arrays)."""
     if _kernel(job) == "teaching":
         return teaching_run.forward(job)
     return _launcher().forward_with(_family, job)
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """Rebuild the data that the backward pass needs from the forward pass's `out` and `lse`."""
+    """Return the state for the backward pass, from the forward pass's `out` and `lse`."""
     if _kernel(job) == "teaching":
         return teaching_run.recall(job, out, lse)
     return _launcher().recall_of(job, out, lse)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward as three deterministic passes, or as a fused pass that sums dQ in HBM."""
+    """Run the backward pass as three deterministic passes, or fused, which sums dQ in HBM."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout, dlse)
     return _launcher().backward_with(_family, job, saved, dout, dlse)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array filled with `value`, in the job's array library and on the job's device."""
+    """Return an array filled with `value`, in the library and on the device of the job's arrays."""
     _kernel(job)  # or say what is not taken
     if teaching_run.simulated():
         return teaching_run.constant(job, shape, dtype, value)
@@ -96,7 +96,7 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fused backward is the fastest, if dQ may be added in any order."""
+    """Return whether the fused backward is the fastest if dQ may be added up in any order."""
     if _kernel(job) == "teaching":
         return True
     gpu = _launcher().gpu_of(saved["space"].device)
@@ -104,12 +104,12 @@ def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def adopt(name: str, array: Any) -> Any:
-    """Return a CuPy array over the memory of an array that supports only DLPack."""
+    """Return a CuPy array that shares the memory of an array which supports only DLPack."""
     return array if teaching_run.simulated() else _launcher().adopt(name, array)
 
 
 def _launcher() -> Any:
-    """Return the CuPy engine, which handles arrays, launches and traces of tensor-core kernels."""
+    """Return the CuPy engine, which manages arrays, launches and traces of tensor-core kernels."""
     failures.require_cupy("numba_cuda")
     from flashsim.backends.cupy_gpu import engine as cupy_engine
 
@@ -117,9 +117,9 @@ def _launcher() -> Any:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """Return the family of tensor-core kernels that runs the forward or backward pass.
+    """Return the family of tensor-core kernels for a forward or backward pass.
 
-    By default, the family is `HOPPER` if its kernels can run the pass, and otherwise `TENSOR`.
+    The default is `HOPPER` if its kernels can run the pass, and otherwise `TENSOR`.
     """
     from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR
 
@@ -132,7 +132,7 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
 
 
 def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
-    """Return the family for a backward pass on the GPU that holds the saved arrays."""
+    """Return the kernel family of a backward pass on the saved arrays' GPU."""
     return _family(job, _launcher().gpu_of(saved["space"].device), "backward")
 
 

@@ -1,8 +1,8 @@
-"""Define the families of Python kernels, which are `TENSOR` and `HOPPER`.
+"""Define the families of Python kernels, `TENSOR` and `HOPPER`.
 
 `TENSOR` uses the instruction `mma.sync`, and `HOPPER` uses instructions that only Hopper has.
-`TENSOR` has the same passes, tiles, threads and shared memory as the portable CUDA C++ kernels,
-except for the differences that `launch.Variant` names.
+`TENSOR` has the passes, tiles, threads and shared memory of the portable CUDA C++ kernels, except
+for the differences in `launch.Variant`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flashsim.schedule.tiling import Tiling
 
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
-    """The family of Hopper kernels that are written in Python, with `TENSOR`'s row-wise kernels."""
+    """The family of Hopper kernels in Python, which share `TENSOR`'s row-wise kernels."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return why the Python Hopper kernels cannot run this pass, or None if they can."""
@@ -40,7 +40,7 @@ class PythonHopper(hopper.Hopper):
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return those tilings of the C++ kernels that were also tested with the Python kernels."""
+        """Return the C++ kernels' tilings that were tested with the Python kernels as well."""
         every = super().possible(asked)
         if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))
@@ -48,18 +48,18 @@ class PythonHopper(hopper.Hopper):
         return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """Return False, because these kernels process the heads of a group one after another."""
+        """Return False: these kernels process a group's heads one after another."""
         return False
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
-        """Return the bytes of shared memory of one block of the forward."""
+        """Return the bytes of shared memory per thread block of the forward."""
         sides = launch.padded_dims(problem)
         return OnChip(tiling.block_q, tiling.block_k, *sides, rings.stages).nbytes
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Return the C++ kernel's launch with the Python kernel's amount of shared memory."""
+        """Return the C++ kernel's launch, with the shared memory of the Python kernel."""
         kernel = super().kernel(stage, problem, tiling, variant, gpu)
         if not kernel.boxes:
             return kernel

@@ -1,13 +1,13 @@
 """Numba intrinsics for tiles in shared memory, fragments in registers, and matrix products.
 
-A warp computes `blocks` blocks of 16 rows each. An accumulator fragment of a tile with n columns is
-a tuple of ``blocks * n / 8 * 4`` float32 values. Element ``(i * n / 8 + c) * 4 + x`` of a lane lies
-in block i, 8-column piece c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 8 + lane % 4 * 2 + x
-% 2`` (`ptx.mma`). So the four lanes of a *quad* hold elements of the same rows. In each block, a
-lane holds elements of two rows, called its *halves*.
+A warp computes `blocks` blocks of 16 rows each. If a tile has n columns, an accumulator fragment is
+a tuple of ``blocks * n / 8 * 4`` float32 numbers. In a lane, element ``(i * n / 8 + c) * 4 + x``
+belongs to block i, 8-column piece c, row ``x // 2 * 8 + lane / 4`` and column ``c * 8 + lane % 4 *
+2 + x % 2`` (`ptx.mma`). So a *quad* of four lanes holds elements of the same rows. In each block, a
+lane has elements of two rows, called *halves*.
 
-The accumulators of a score tile already have the layout of the next product's left operand, and
-only need to be rounded to 16 bits. P and dS therefore stay in registers.
+A score tile's accumulators already have the layout of the next product's left operand, and only
+need rounding to 16 bits. P and dS therefore stay in registers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tile:
 
     A row is divided into 16-byte chunks. Chunk c of row r is stored at position c XOR f(r), where f
     spreads 8 consecutive rows over all 32 banks. So `ldmatrix`, which reads one chunk from each of
-    8 rows at a time, has no bank conflict.
+    8 rows at once, has no bank conflicts.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class Tile:
 
     @property
     def shift(self) -> int:
-        """Log2 of the number of consecutive rows that have the same swizzle."""
+        """Log2 of the number of consecutive rows with the same swizzle."""
         return {8: 0, 4: 1, 2: 2}[self.spread]
 
     def offset(self, b: ir.IRBuilder, row: ir.Value, chunk: ir.Value) -> ir.Value:
@@ -63,11 +63,11 @@ class Tile:
     def at(
         self, b: ir.IRBuilder, base: ir.Value, row: int, col: int, extra: Any = None
     ) -> ir.Value:
-        """Emit the address of the 16 x 16 piece at (row, col), from that of the piece at (0, 0).
+        """Emit the address of the 16 x 16 piece at (row, col), given that of the piece at (0, 0).
 
-        If `extra` is passed, the piece's column is col + extra. `row` must be a multiple of 8, and
-        `col` a multiple of 16. Since the swizzle of row r depends on r % 8 alone, this takes one
-        XOR and one addition.
+        If `extra` is passed, the piece begins at column col + extra. `row` must be a multiple of 8,
+        and `col` a multiple of 16. The swizzle of row r depends on r % 8 alone, so one XOR and one
+        addition suffice.
         """
         if extra is None:
             low = col // 8 & (self.spread - 1)
@@ -81,9 +81,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class RowWidth:
-    """The width of a row in HBM: `width` elements, of which only the first `exist` are data.
+    """The width of a row in HBM: `width` elements, of which the first `exist` are data.
 
-    The number `width` is a whole number of 16-byte pieces. Kernels move whole pieces, but count
+    `width` elements fill a whole number of 16-byte pieces. Kernels move whole pieces, but count
     only the bytes of existing elements.
     """
 
@@ -92,11 +92,11 @@ class RowWidth:
 
     @property
     def padded(self) -> bool:
-        """Whether the last piece is only partly filled by the problem's elements."""
+        """Whether only a part of the last piece is data."""
         return self.exist < self.width
 
     def counted(self, b: ir.IRBuilder, column: ir.Value, n: int, itemsize: int) -> ir.Value:
-        """Emit how many bytes of the `n` elements from a column on are data, not padding."""
+        """Emit how many bytes of `n` elements, from a column on, are data and not padding."""
         if not self.padded:
             return i32(n * itemsize)
         left = b.sub(i32(self.exist), column)
@@ -110,7 +110,7 @@ class RowWidth:
 
 
 def lane_of(b: ir.IRBuilder) -> ir.Value:
-    """Emit the thread's lane number: its index in its warp."""
+    """Emit the thread's index in its warp (lane)."""
     return b.and_(ptx.special(b, "tid.x"), i32(31))
 
 
@@ -154,9 +154,9 @@ def scale_all(count: int) -> Any:
 class Operand:
     """An operand of a matrix product, stored in shared memory.
 
-    The field `swapped` says that the tile is stored transposed. Tiles A [k][m] and B [n][k] (such
-    as K in Q K^T) are swapped. If `extra` is true, the operand begins at a column that is known
-    only at run time.
+    If `swapped` is true, the tile is stored transposed. Tiles A [k][m] and B [n][k] (such as K in Q
+    K^T) count as swapped. If `extra` is true, the operand begins at a column that is known only at
+    run time.
     """
 
     tile: Tile
@@ -165,16 +165,16 @@ class Operand:
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """The Numba types of the lane's first address and, with `extra`, of the first column."""
+        """The Numba types of the lane's first address and, with `extra`, the first column."""
         return (types.int32, types.int32) if self.extra else (types.int32,)
 
 
 def pieces(tile: Tile, *, transposed: bool) -> Any:
     """Return ``pieces(address)``, the address of a lane's row in a tile's first 16 x 16 piece.
 
-    The lane passes this address to `ldmatrix`. If `transposed` is true, `ldmatrix` then loads the
-    fragments of a swapped tile (`Operand`). If `transposed` is false, `ldmatrix` loads an A
-    fragment, or two B fragments, of a tile that is not swapped.
+    The lane passes the address to `ldmatrix`. With `transposed`, `ldmatrix` loads the fragments of
+    a swapped tile (`Operand`). Without `transposed`, `ldmatrix` loads an A fragment, or two B
+    fragments, of a tile that is not swapped.
     """
 
     @emitted(types.int32, types.int32)
@@ -206,11 +206,11 @@ def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
 
 
 def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, right: Operand) -> Any:
-    """Return ``multiply(c, a..., b...)``, which computes c + A B, a fragment of (16 `blocks`, n).
+    """Return ``multiply(c, a..., b...)``: c + A B, for 16 `blocks` rows and n columns.
 
-    The matrix A (16 `blocks`, depth) is an `Operand` in shared memory, or a fragment of
-    `load_fragments` ("registers"). A may also be an earlier product's accumulators
-    ("accumulators"), which this function rounds to 16 bits. `right` is the matrix B (depth, n).
+    A (16 `blocks`, depth) is an `Operand` in shared memory, or the fragment that `load_fragments`
+    returns ("registers"). A may also be the accumulators of an earlier product ("accumulators"),
+    which are rounded to 16 bits. `right` is the matrix B (depth, n).
     """
     count = blocks * n // 2
     if isinstance(a, Operand):

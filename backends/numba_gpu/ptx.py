@@ -23,7 +23,7 @@ def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
     """Load four 8 x 8 matrices of 16-bit elements from shared memory ("Warp-level matrix load").
 
     Lane l supplies the address of one row (16 bytes, 16-byte aligned): row l % 8 of matrix l / 8.
-    Of each matrix, lane l receives two elements in one register: row l / 4, columns 2 (l % 4) and 2
+    From each matrix, lane l gets two elements in one register: row l / 4, columns 2 (l % 4) and 2
     (l % 4) + 1. With `transposed`, the instruction transposes each matrix.
     """
     trans = ".trans" if transposed else ""
@@ -74,8 +74,8 @@ def cp_async_16(
 ) -> None:
     """Copy 16 bytes from HBM to shared memory, without using registers or L1.
 
-    If `taken` < 16, only `taken` bytes are read, and the other bytes become zero ("Non-bulk copy":
-    the src-size operand of `cp.async`).
+    If `taken` < 16, only `taken` bytes are read, and the rest become zero ("Non-bulk copy":
+    src-size of `cp.async`).
     """
     if taken is None:
         asm(b, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l", [to, source], effects=True)
@@ -85,7 +85,7 @@ def cp_async_16(
 
 
 def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
-    """Copy 4 bytes as `cp_async_16` does, but through L1, which small copies cannot bypass."""
+    """Copy 4 bytes from HBM to shared memory through L1, which small copies cannot bypass."""
     text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
     asm(b, text, "r,l,r", [to, source, taken], effects=True)
 
@@ -93,7 +93,7 @@ def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value)
 def cp_async_wait(b: ir.IRBuilder) -> None:
     """Wait until the copies that this thread started have arrived.
 
-    To wait for other threads' copies, threads need a barrier in addition.
+    To wait for copies of other threads, a barrier is needed too.
     """
     asm(b, "cp.async.wait_all;", "", [], effects=True)
 
@@ -128,7 +128,7 @@ def copy_out_16(b: ir.IRBuilder, to: ir.Value, address: ir.Value) -> None:
 def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values:
     """Load 16 bytes from HBM if `condition` holds, or otherwise return zeros.
 
-    The load is predicated, so no branch separates this load from the next load.
+    The load is predicated, so that no branch separates it from the next load.
     """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
@@ -142,7 +142,7 @@ def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values
 def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
     """Load a float32 from HBM if `condition` holds, or otherwise return 0 ("ld").
 
-    The load bypasses L1, because L1 may hold an old value.
+    The load bypasses L1, which may hold an old value.
     """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; "
@@ -187,7 +187,7 @@ def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
 def let_what_runs_next_start(b: ir.IRBuilder) -> None:
     """Let the next launch in the stream start before this launch has ended.
 
-    The next launch runs up to the point at which it waits for this launch.
+    Add to an unsigned integer in HBM atomically.
     """
     asm(b, "griddepcontrol.launch_dependents;", "", [], effects=True)
 
@@ -196,18 +196,18 @@ def let_what_runs_next_start(b: ir.IRBuilder) -> None:
 
 
 def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
-    """Return the value of the lane whose number is this lane's XOR `mask` ("shfl.sync")."""
+    """Wait until the previous launch in the stream has ended and its writes are visible."""
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
     return asm(b, text, "=f,f", [value], F32, effects=True)
 
 
 def warp_sum(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return the sum of an integer over a warp's lanes ("redux.sync")."""
+    """The compiler does not move reads of the previous launch's results before this wait."""
     return asm(b, "redux.sync.add.s32 $0, $1, -1;", "=r,r", [value], I32, effects=True)
 
 
 def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
-    """Return whether a condition holds in any lane of the warp ("vote.sync")."""
+    """Let the next launch in the stream start before this launch ends."""
     text = (
         "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p;}"
     )
@@ -216,12 +216,12 @@ def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
 
 
 def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Return the larger of two floats; if one of them is NaN, return the other."""
+    """The next launch runs up to its own wait for this launch."""
     return asm(b, "max.f32 $0, $1, $2;", "=f,f,f", [x, y], F32)
 
 
 def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return 2^x from the special-function unit, with an error up to 2 ulp ("ex2.approx")."""
+    """Return the value of the lane whose number is this lane's number XOR `mask` ("shfl.sync")."""
     return asm(b, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], F32)
 
 
@@ -241,7 +241,7 @@ def special(b: ir.IRBuilder, name: str, *, effects: bool = False) -> ir.Value:
 
 
 def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return a 32-bit integer unchanged, in such a way that LLVM does not know its value."""
+    """Return a 32-bit integer in a way that hides its value from LLVM."""
     return asm(b, "mov.b32 $0, $1;", "=r,r", [value], I32, effects=True)
 
 

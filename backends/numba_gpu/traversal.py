@@ -23,12 +23,12 @@ SLOTS, VISIT_STAMPS, TILE_STAMPS = launch.SLOTS, launch.VISIT_STAMPS, launch.TIL
 
 
 def constants(kernel: Kernel) -> SimpleNamespace:
-    """Return an object with a kernel's constants: ``FS_BLOCK_Q`` is attribute ``block_q``."""
+    """Return an object with a kernel's constants; ``FS_BLOCK_Q`` is the attribute ``block_q``."""
     return SimpleNamespace(**{k.removeprefix("FS_").lower(): v for k, v in kernel.constants})
 
 
 def by_name(*functions: Any) -> SimpleNamespace:
-    """Return an object whose attributes are the given device functions, under their own names."""
+    """Return an object whose attributes are these device functions, by name."""
     return SimpleNamespace(**{function.__name__: function for function in functions})
 
 
@@ -37,7 +37,7 @@ def by_name(*functions: Any) -> SimpleNamespace:
 
 @emitted(types.int32)
 def shared_base(b: ir.IRBuilder) -> ir.Value:
-    """Return the address of the dynamic shared memory that the launch requested."""
+    """Return the address of the launch's dynamic shared memory."""
     name, kind = "flashsim_shared", ir.ArrayType(I8, 0)
     module = b.module
     if name not in module.globals:
@@ -83,7 +83,7 @@ copies_wait = emitted(None)(ptx.cp_async_wait)
 
 
 def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
-    """Return the row width in HBM of Q, K, dQ and dK, and the row width of V, O, dO and dV."""
+    """Return the row width in HBM of Q, K, dQ and dK, and that of V, O, dO and dV."""
     return RowWidth(c.head_dim, c.counted), RowWidth(c.head_dim_v, c.counted_v)
 
 
@@ -91,8 +91,8 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     """Return device functions that copy a tile between HBM and shared memory.
 
     The functions are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes,
-    rows)``. ``load`` and ``store`` return the bytes that this thread moved, excluding padding.
-    ``load`` fills the tile's rows past the end of the tensor with zeros.
+    rows)``. ``load`` and ``store`` return the bytes that this thread moved, excluding padding. In
+    rows past the end of the tensor, ``load`` fills the tile with zeros.
     """
     width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks
@@ -189,7 +189,7 @@ def _not_unrolled(module: ir.Module) -> Any:
 
 
 def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``: how many bytes of a row's 16-byte piece are not padding."""
+    """Return ``piece_bytes(piece)``, the bytes of a row's 16-byte piece that are not padding."""
 
     @emitted(types.int32, types.int32)
     def piece_bytes_(b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
@@ -236,20 +236,20 @@ _let_what_runs_next_start = emitted(None)(ptx.let_what_runs_next_start)
 
 
 def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
-    """Return the device functions that loop over tile pairs, built for one kernel's constants.
+    """Return the device functions that loop over tile pairs, for one kernel's constants.
 
     A visit is one query tile times one key tile.
 
     - ``item(a, n)`` returns work tile number n as (index over batch and heads, outer tile).
-      ``take_work(a)`` returns this block's work tile in the same form.
+      ``take_work(a)`` returns this block's work tile in the form of ``item``.
     - ``row_tile`` and ``col_tile`` return a tile's (start, stop, offset).
-    - ``begin(a, outer)`` returns five numbers: an outer tile's first visit, its number of visits,
-      and three bounds of its span of inner tiles.
+    - ``begin(a, outer)`` returns an outer tile's first visit, its number of visits, and three
+      bounds of its span of inner tiles.
     - ``visit(a, walk, n)`` returns (inner tile, masked) of the n-th visit, where `walk` is the
       result of ``begin``.
-    - ``report(slot, bytes)`` reports the bytes that a warp moves, and ``report_one`` those of one
-      thread. In one of every `every` threads, ``stamp(address, slot)`` writes a time stamp. In a
-      kernel that is built without reports, these functions do nothing.
+    - ``report(slot, bytes)`` reports bytes that a warp moved, and ``report_one`` those of a single
+      thread. ``stamp(address, slot)`` writes a time stamp in one of every `every` threads. Without
+      reports, the functions for reports do nothing.
     - ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do nothing if launches do
       not overlap.
     """

@@ -1,1 +1,1 @@
-"""Convert the reports that kernels write to buffers into traces."""
+"""Convert reports that kernels write to buffers into traces."""

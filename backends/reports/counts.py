@@ -2,9 +2,9 @@
 
 A kernel reports into two uint32 arrays. The array for iterations of the outer loop is ``(walks,
 tiles, SLOTS)``, and the array for visits (tile pairs) is ``(batch * heads, n_visits, SLOTS)``. Slot
-n holds the bytes of transfer n. The stage's description (`plans.Stage`) lists the transfers per
-visit, and per outer iteration before and after its visits. Kernels do not report the events that
-stay on chip (alloc, free, compute), so these events are taken from the stage's description.
+n holds the bytes of transfer n. The stage (`plans.Stage`) lists the transfers per visit, and per
+outer iteration before and after the visits. Kernels do not report events on chip (alloc, free,
+compute); these come from the stage.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: plans.Stage, schedule: Schedule, tile_counts: np.ndarray, visit_counts: np.ndarray
 ) -> StageTrace:
-    """Return one stage's trace events with the bytes that its kernel reported.
+    """Return a stage's trace events with the bytes that the kernel reported.
 
     `tile_counts` is uint32 (walks, tiles, SLOTS), and `visit_counts` uint32 (batch * heads,
-    n_visits, SLOTS). The function raises `TraceError` if two heads did not move the same number of
-    bytes, which only a broken kernel can cause.
+    n_visits, SLOTS). `TraceError` means that two heads moved different numbers of bytes, which only
+    a broken kernel does.
     """
     repeat, stride = plans.heads_of(stage, schedule.problem)
     tiles = one_walk(stage.name, tile_counts.reshape(repeat, -1, tile_counts.shape[-1]))
@@ -46,7 +46,7 @@ def stage_trace(
 
 
 def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
-    """Return one head's counts as int64, or raise `TraceError` if the heads' counts differ."""
+    """Return the counts of one head as int64; raise `TraceError` if the heads differ."""
     if (counts != counts[:1]).any():
         walk, record, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(

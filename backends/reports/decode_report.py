@@ -1,9 +1,8 @@
-"""Convert the decode kernel's counts and time stamps into the events and times of two stages.
+"""Convert the decode kernel's byte counts and time stamps into events and times of two stages.
 
-In a single launch, the kernel loops over parts of each sequence's keys and merges their partial
-results. A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not
-report the events that stay on chip, so these events are taken from the stage's description
-(`plans.Stage`).
+In one launch, the kernel processes parts of each sequence's keys, and merges the partial results. A
+trace has two stages, as in the simulator: the loop over key tiles, and the merge. Kernels do not
+report events on chip, so these come from the stage's description (`plans.Stage`).
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _BLOCK = ROLES.index("block")
 
 
 def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
-    """Return the schedule of a decode launch, whose packed sequences contain only live keys.
+    """Return a decode launch's schedule, whose packed sequences contain only live keys.
 
-    The function raises `UnsupportedError` in three cases: no sequence has a key; the sequences
-    share a prefix; or a mask lets the row tiles of a sequence see different key tiles. Under a
-    mask, the kernel visits, for every row tile, all key tiles that any row tile sees.
+    `UnsupportedError` is raised if no sequence has a key, if sequences share a prefix, or if a mask
+    lets a sequence's row tiles see different key tiles. Under a mask, every row tile visits all key
+    tiles that any row tile of the sequence sees.
     """
     if launch.prefix:
         raise UnsupportedError(
@@ -58,9 +57,9 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     np.add.at(tiles, launch.items[:, 0], launch.items[:, 2] - launch.items[:, 1])
     if (schedule.visit_counts != np.repeat(tiles, launch.row_tiles)).any():
         raise UnsupportedError(
-            f"a trace cannot describe {launch.row_tiles} row tiles under a mask, because the "
-            "kernel computes every key tile that one of them sees for all of them; use "
-            "backend='simulator', or leave out trace="
+            "this decoding call cannot be traced, because the mask keeps different key tiles for "
+            f"its {launch.row_tiles} row tiles, but the kernel computes the same key tiles for all "
+            "row tiles; use backend='simulator', or leave out trace="
         )
     return schedule
 
@@ -68,11 +67,11 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
 def stages(
     launch: Decode, schedule: Schedule, visit_counts: np.ndarray, item_counts: np.ndarray
 ) -> tuple[StageTrace, ...]:
-    """Return the events of two stages: the loop over parts of the keys, and the merge.
+    """Return the events of two stages: the loop over key tiles, and the merge.
 
     `visit_counts` is uint32 (batch * kv_heads * row_tiles, n_visits, SLOTS), and `item_counts`
-    uint32 (items * kv_heads, row_tiles, SLOTS). The function raises `TraceError` if two KV heads
-    did not move the same number of bytes, which only a broken kernel can cause.
+    uint32 (items * kv_heads, row_tiles, SLOTS). `TraceError` means that two KV heads moved
+    different numbers of bytes, which only a broken kernel does.
     """
     p, heads, slots = launch.problem, launch.problem.kv_heads, visit_counts.shape[-1]
     split, combine = plans.stages(schedule.problem, ALGORITHM, split=schedule.split)
@@ -121,13 +120,13 @@ def timeline(
     item_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return the SM and the time span of each visit, store and merge, as `events.TIMELINE`.
+    """Return the SM and time span of each visit, store and merge, as `events.TIMELINE`.
 
-    Times are in ns since the first thread block started. The first warp of a thread block records
-    the time stamps, so they describe only this warp's keys of a tile. `visit_stamps` is uint64
-    (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS), and `item_stamps` uint64 (items *
-    kv_heads, row_tiles, ITEM_STAMPS). `clock_khz` is the clock rate to assume for an SM whose
-    blocks were too short to measure it.
+    Times are in ns since the first thread block started. Only the first warp of a block records
+    time stamps, so they describe that warp's keys of a tile. `visit_stamps` is uint64 (batch *
+    kv_heads * row_tiles, n_visits, VISIT_STAMPS), and `item_stamps` uint64 (items * kv_heads,
+    row_tiles, ITEM_STAMPS). `clock_khz` is the clock rate for SMs whose blocks were too short to
+    measure it.
     """
     p, heads = launch.problem, launch.problem.kv_heads
     items = item_stamps.astype(np.int64).reshape(-1, heads, launch.row_tiles, item_stamps.shape[-1])
@@ -180,7 +179,7 @@ def _named(names: tuple[str, ...], values: np.ndarray) -> dict[str, int]:
 def _step(
     stage: plans.Stage, i: int, rows: int, moved: dict[str, int], visits: Sequence[_Seen]
 ) -> list[Row]:
-    """Return all events of one iteration of the outer loop, with the reported bytes."""
+    """Return all events of one outer iteration, with the reported bytes."""
     begin = _moves(stage.before, moved, i, -1, -1, rows, 0)
     rows_of_events = list(begin)
     for at, j, cols, said in visits:
@@ -201,7 +200,7 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """Return an event with the reported bytes per transfer in `moves`, except stores of 0 bytes."""
+    """Return an event with the bytes per transfer in `moves`, without stores of 0 bytes."""
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))
@@ -211,6 +210,6 @@ def _moves(
 
 
 def _frees(moves: tuple[plans.Move, ...], events: list[Row]) -> list[Row]:
-    """Return a "free" event for each buffer that `events` load or allocate, in the same order."""
+    """Return a "free" event for each buffer that `events` load or allocate, in this order."""
     held = {CODES[m.tensor]: CODES[m.tile.name] for m in moves if m.holds}
     return [(FREE, held[e[1]], *e[2:]) for e in events if e[1] in held]

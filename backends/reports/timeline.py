@@ -1,21 +1,20 @@
 """Convert a kernel's time stamps into time spans in nanoseconds.
 
-The array ``visit_stamps`` holds SM cycles (clock64). The time stamps mark when a visit (one tile
-pair) began, when its tiles had arrived, and when its scores, its softmax and its products were
-done. Each block also records its start and its end on two clocks: its SM's cycle counter, and the
-GPU's nanosecond clock (globaltimer). The nanosecond clock has a low resolution. One linear function
-per SM therefore converts cycles to nanoseconds. The function fits two points: the start of the SM's
-first block, and the end of the SM's last block.
+The array ``visit_stamps`` holds SM cycles (clock64). Time stamps mark when a visit (one tile pair)
+began, when its tiles arrived, and when its scores, softmax and products were done. Each block also
+records its start and end on two clocks: the SM's cycle counter, and the GPU's nanosecond clock
+(globaltimer). The nanosecond clock has a low resolution. So one linear function per SM converts
+cycles to nanoseconds. The linear function goes through the start of the SM's first block and the
+end of its last block.
 
-In a warp-specialised kernel, each warp role records time stamps: first the producer, then the
-consumer warpgroups. The producer's "visit" begins when the producer starts to wait for free shared
-memory. The producer's "load" lasts from its first to its last TMA instruction. The producer has no
-phases other than "visit" and "load". A consumer's "load" is the time for which the consumer waits
-for the tiles to arrive.
+In a warp-specialised kernel, each warp role records time stamps: the producer first, and after it
+the consumer warpgroups. The producer's "visit" begins when the producer starts to wait for free
+shared memory. The producer's "load" lasts from its first to its last TMA instruction. The producer
+has no phases other than "visit" and "load". A consumer's "load" is the time it waits for tiles.
 
-If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
-covers the rest. The fused backward adds a visit's dQ at the start of the next visit, whose "scores"
-include the time of this addition.
+If a kernel divides a tile, "scores" and "softmax" belong to the first part, and "output" to
+everything else. The fused backward adds a visit's dQ at the start of the next visit, in the phase
+"scores".
 """
 
 from __future__ import annotations
@@ -39,15 +38,14 @@ def spans(
     visit_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return the time spans of one stage's phases, in ns of the GPU's clock, as `events.TIMELINE`.
+    """Return the time spans of a stage's phases, in ns of the GPU's clock, as `events.TIMELINE`.
 
-    `stage` is the stage's index in the trace. `tile_stamps`, uint64 (walks, tiles, roles, 5), has
-    five numbers per role of a block: the SM, cycles and ns at the block's start, and cycles and ns
-    at its end. If there is one role, it is the whole block. If there are several roles, the first
-    is the producer. `visit_stamps` is uint64 (batch * heads, n_visits, roles, 5). `clock_khz` is
-    the clock rate to assume for an SM whose blocks were too short to measure it. A whole block or a
-    consumer has five spans per visit and one span per outer tile. A producer has two spans per
-    visit.
+    `stage` is the index of the stage in the trace. `tile_stamps`, a uint64 array (walks, tiles,
+    roles, 5), holds for each role the SM, cycles and ns at the block's start, and cycles and ns at
+    its end. If there are several roles, role 0 is the producer; a single role is the entire block.
+    `visit_stamps` is a uint64 array (batch * heads, n_visits, roles, 5). `clock_khz` is the clock
+    rate for SMs whose blocks were too short to measure it. A block or consumer has five spans per
+    visit, and one span per outer tile. A producer has two spans per visit.
     """
     ptr, inner, _ = schedule.row_csr if by == "row" else schedule.col_csr
     heads, n_visits, roles, _ = visit_stamps.shape
@@ -76,9 +74,9 @@ def spans(
 
 
 def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
-    """Return a "store" span for each block, from the end of its last visit to the block's end.
+    """Return one "store" span per block, from the end of its last visit to the block's end.
 
-    If a block has no visits, its span begins at the block's start.
+    Without visits, the span begins at the block's start.
     """
     walks, tiles, _ = blocks.shape
     part = np.zeros((walks, tiles), TIMELINE)
@@ -112,6 +110,6 @@ class SmClocks:
                 self.rate[sm] = (last[4] - first[2]) / (last[3] - first[1])
 
     def ns(self, sm: np.ndarray, cycles: np.ndarray) -> np.ndarray:
-        """Return the times in ns (int64) at which the SMs `sm` had the cycle counts `cycles`."""
+        """Return the GPU times in ns (int64) of cycle counts `cycles` on the SMs `sm`."""
         since = (cycles - self.cycle0[sm]) * self.rate[sm]
         return self.ns0[sm] + np.rint(since).astype(np.int64)

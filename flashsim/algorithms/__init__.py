@@ -1,4 +1,4 @@
-"""The simulated algorithms, one module per paper, written to read like the papers.
+"""The simulated algorithms, one module per paper, with the papers' notation.
 
 All modules are imported automatically. Each module ends with the dict ``ALGORITHMS``, which maps an
 algorithm's name to its forward and backward pass.

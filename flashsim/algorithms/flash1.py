@@ -1,10 +1,9 @@
 """The first FlashAttention: Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135, Algorithms 1 and 4.
 
-Keys are the outer loop: K and V are read once, but O, l and m are read and written at every visit
-(tile pair). FlashAttention-2 swapped the two loops so that O, l and m stay on chip. The comments at
-the right end of the lines are line numbers of the paper's algorithms. If the inputs' type is
-narrower than the accumulators' type, O (and dQ) stay in HBM in the accumulators' type until they
-are converted at the end, as in real kernels.
+Keys are the outer loop: each visit (tile pair) reads and writes O, l and m, but K and V are read
+only once. FlashAttention-2 swapped the two loops so that O, l and m stay on chip. Numbers at the
+right end of a line are line numbers of the paper's algorithms. If accumulators are wider than the
+inputs, O and dQ stay in HBM as accumulators until a conversion at the end, as in real kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from flashsim.algorithms.score_tile import (
 def forward(machine: Machine) -> None:
     """Run FlashAttention-1's forward pass, Algorithm 1 of the paper.
 
-    After each visit (tile pair), O is divided by l, the sum over the keys seen so far.
+    At each visit (tile pair), O is divided by l, the running sum of exponentials.
     """
     hbm = machine.hbm
     O = hbm.tensors[accumulator_name(machine, "O")]
@@ -64,8 +63,8 @@ def forward(machine: Machine) -> None:
 def backward(machine: Machine) -> None:
     """Run FlashAttention-1's backward pass, Algorithm 4, without dropout (lines 14, 15 and 18).
 
-    Every visit (tile pair) loads and stores its dQ. The tiles of dK and dV are complete when the
-    outer step of their column tile ends, so they need not start as zeros in HBM (line 5).
+    Every visit (tile pair) loads and stores a tile of dQ. Tiles of dK and dV are complete at the
+    end of an outer step, so dK and dV need not start as zeros in HBM (line 5).
     """
     hbm, p = machine.hbm, machine.problem
     dQ = hbm.tensors[accumulator_name(machine, "dQ")]

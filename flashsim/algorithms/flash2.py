@@ -1,10 +1,10 @@
 """FlashAttention-2: Tri Dao, arXiv:2307.08691.
 
-The numbers at the right are the paper's line numbers. `Sram.load`, `store` and `reduce` are the
-only ways to access HBM, and they count bytes. A `step` or `visit` (one tile pair) frees all tiles
-that were allocated inside it, so indentation shows how long a tile stays on chip. Arrays have the
-leading axes (batch * key heads, query heads per key head), because all heads run the same loop at
-once.
+Numbers at the right end of a line are the paper's line numbers. Only `Sram.load`, `store` and
+`reduce` access HBM, and these methods count bytes. A `step` or `visit` (one tile pair) frees all
+tiles that were allocated inside it, so indentation shows how long a tile stays on chip. Arrays have
+the leading axes (batch * key heads, query heads per key head), because all heads run the same loop
+at once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def stream_keys(
     visits: Iterable[Visit],
     own: Values = NOTHING,
 ) -> None:
-    """Update a row tile's unnormalised O, l and m by one key tile after another (lines 7 to 10)."""
+    """Update a row tile's unnormalised O, l and m with each key tile (lines 7 to 10)."""
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
@@ -90,18 +90,18 @@ def stream_keys(
 def normalised(
     O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row tile's final O and LSE (lines 12, 13), 0 and -inf for a row without keys."""
+    """Return a row tile's final O and LSE (lines 12, 13); a row without keys gets 0 and -inf."""
     l_safe = np.where(l_i == 0, 1, l_i)
     return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 
 
 def backward(machine: Machine) -> None:
-    """Compute the gradients (Algorithm 2) in three passes: first delta, then dK and dV, then dQ.
+    """Compute the gradients (Algorithm 2) in three passes: delta first, dK and dV second, dQ third.
 
     The three passes need no atomics, so they are deterministic. The gradient dQ is a sum over keys;
     dK and dV are sums over queries. A loop can keep sums over keys or sums over queries on chip,
-    not both, so dQ needs its own pass. This pass recomputes the scores: 7 matrix products instead
-    of 5, or 14 N^2 d FLOPs.
+    not both, so dQ needs its own pass. The dQ pass recomputes the scores, so the total is 7 matrix
+    products instead of 5 (14 N^2 d FLOPs).
     """
     delta_pass(machine)
     clear_dbias(machine)
@@ -112,10 +112,10 @@ def backward(machine: Machine) -> None:
 
 
 def backward_fused(machine: Machine) -> None:
-    """Compute the gradients (Algorithm 2) in one KV-outer pass, which adds dQ up in HBM.
+    """Compute the gradients (Algorithm 2) in one KV-outer pass, which accumulates dQ in HBM.
 
-    The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, atomics add each tile's dQ in
-    an order that changes from run to run, so the last bits of dQ change too.
+    The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, the order of atomic additions
+    to dQ changes from run to run, so the last bits of dQ vary.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
@@ -128,7 +128,7 @@ def backward_fused(machine: Machine) -> None:
 def backward_once(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in one pass, if each row tile sees a single key tile.
 
-    All P and dP of a row are on chip at once, so delta = rowsum(P o dP) needs neither O nor a
+    A row's P and dP are completely on chip, so delta = rowsum(P o dP) needs neither O nor a
     separate pass. Each tile's dQ is complete, so dQ is stored directly in its final type, and the
     pass is deterministic.
     """
@@ -166,7 +166,7 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
 def _sink_gradient(
     machine: Machine, sram: Sram, rows: slice, delta_i: np.ndarray
 ) -> np.ndarray | None:
-    """Return the sum that these rows add to the gradient of the attention sinks, (lead, group, 1).
+    """Return the contribution of these rows to the attention sinks' gradient, (lead, group, 1).
 
     The result is None without sinks. An attention sink has the probability P = exp(sink - L) and no
     value row, so its gradient is -P delta.

@@ -21,7 +21,7 @@ from flashsim.algorithms.merge import merged
 
 
 def forward(machine: Machine) -> None:
-    """Run both steps of decoding: attention over each part of the keys, then the merge."""
+    """Run both steps of decoding: attention over each part of the keys, and the merge."""
     _split(machine)
     _combine(machine)
 
@@ -52,7 +52,7 @@ def _split(machine: Machine) -> None:
 
 
 def _combine(machine: Machine) -> None:
-    """Run step 2: merge the results over all parts of a row tile's keys into its output.
+    """Run step 2: merge the results of all parts of a row tile's keys into the final output.
 
     The parts are merged one after another in a fixed order, a shared prefix first, so every run
     gives the same bits. FlashAttention's and flashsim's GPU kernels merge all parts at once, with

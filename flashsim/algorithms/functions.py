@@ -1,7 +1,7 @@
 """Evaluates the user's score and mask functions, and their derivatives, on the simulated machine.
 
-A function can only use those elements of its captured arrays that were loaded into SRAM. Using an
-element that was never loaded raises an error, and an element of an earlier tile is NaN.
+A function can only use elements of captured arrays that were loaded into SRAM. An element that was
+never loaded raises an error, and an element of an earlier tile is NaN.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NOTHING: Values = MappingProxyType({})
 
 
 class Chain(NamedTuple):
-    """The data, besides dS, from which the backward pass computes a tile's gradient of scale Q K^T.
+    """The data with which the backward pass turns a tile's dS into the gradient of scale Q K^T.
 
     `cap` is the softcap's derivative. `raw` is the score that was passed to the score function.
-    `values` are the captured elements that the function read, and `positions` are its arguments b,
-    h, q, k.
+    `values` are the captured elements that the function read, and `positions` the arguments b, h,
+    q, k.
     """
 
     cap: np.ndarray | None = None
@@ -96,7 +96,7 @@ def apply_score(
 def apply_mask(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> None:
-    """Set the scores of a tile that the mask function removes to -inf."""
+    """Set a tile's scores to -inf where the mask function removes the score."""
     mask = visit.schedule.problem.mask_mod
     if mask is None:
         return

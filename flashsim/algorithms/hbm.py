@@ -1,8 +1,8 @@
-"""Simulated HBM: it contains every tensor, but code cannot compute with tensors in HBM directly.
+"""Simulated HBM, which contains every tensor; code cannot compute with tensors in HBM.
 
 `Sram.load` copies one tile of a tensor on chip. All heads run at once: tiles have leading axes
-(batch * kv_heads, group, ...), where `group` is the number of query heads that share a key head, or
-1 if a stage processes these heads one by one.
+(batch * kv_heads, group, ...), with `group` query heads per key head, or 1 if a stage processes
+these heads one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALL = slice(None)
 
 
 class Tensor:
-    """A tensor in simulated HBM, which can be loaded and stored by tiles, but not computed with.
+    """A tensor in simulated HBM, which supports only loads and stores of tiles.
 
     `data` has the shape (batch * kv_heads, group or 1, n[, width]); `dtype` is its type in HBM.
     """
@@ -40,7 +40,7 @@ class Tensor:
         return len(range(self.n)[rows]) * len(range(self.width)[cols]) * self.itemsize
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the tile [rows, cols] of all heads, or of query head number `member` per group."""
+        """Return the tile [rows, cols] of all heads, or of one query head (`member`) per group."""
         part = self.data[:, _heads(member), rows]
         return part if self.vector else part[..., cols]
 
@@ -76,7 +76,7 @@ class Scale(Tensor):
         return super().view(self._entries(rows), cols, member)
 
     def spread(self, entries: np.ndarray, rows: slice) -> np.ndarray:
-        """Repeat the loaded scales, `entries`, so that each row has its own: (.., rows, 1)."""
+        """Return the loaded scales, `entries`, repeated to one scale per row: (.., rows, 1)."""
         first = rows.start // self.every
         return entries[..., np.arange(rows.start, rows.stop) // self.every - first, None]
 
@@ -89,13 +89,13 @@ class SharedTensor(Tensor):
         self.problem = problem
 
     def _select(self, member: int | None) -> slice:
-        """Return the indices of the query heads that have number `member` in their group."""
+        """Return the indices of the query heads with number `member` in each group."""
         if member is None or self.data.shape[1] == 1:
             return ALL
         return slice(member, None, self.problem.group)
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the tile [rows, cols] for every head, (batch * kv_heads, group or 1, ..)."""
+        """Return the tile [rows, cols] of all heads, shaped (batch * kv_heads, group or 1, ..)."""
         p, part = self.problem, self.data[:, self._select(member), rows, cols]
         heads = p.heads if member is None else p.kv_heads
         full = np.broadcast_to(part, (p.batch, heads, *part.shape[2:]))
@@ -126,7 +126,7 @@ class BlockTable(Tensor):
         return self.problem.page_size
 
     def local(self, rows: slice) -> tuple[int, int, int]:
-        """Return the number of the keys' sequence, and the keys' start and end in the sequence."""
+        """Return the number of the sequence that contains the keys, and the keys' start and end."""
         s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
         start = int(self.starts[s])
         return s, rows.start - start, rows.stop - start
@@ -149,7 +149,7 @@ class BlockTable(Tensor):
 class PagedTensor(Tensor):
     """K or V in pages, (pages, kv_heads, page_size, width), read through loaded page numbers.
 
-    Rows count the keys of all sequences, one after another; `Hbm.through` supplies the loaded page
+    Rows number the keys of all sequences consecutively; `Hbm.through` supplies the loaded page
     numbers.
     """
 
@@ -251,7 +251,7 @@ class Hbm:
     def new(
         self, name: str, n: int, width: int | None, dtype: str, *, kv: bool = False
     ) -> np.ndarray:
-        """Allocate a result filled with NaN, and return its array (batch, heads, n[, width])."""
+        """Allocate a result filled with NaN, and return the array (batch, heads, n[, width])."""
         p = self.problem
         heads = p.kv_heads if kv else p.heads
         shape = (p.batch, heads, n) if width is None else (p.batch, heads, n, width)

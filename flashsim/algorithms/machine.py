@@ -21,7 +21,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Machine:
-    """One run of one algorithm: its HBM, and a trace of each stage (simulated kernel) that has run.
+    """One run of one algorithm: the simulated HBM, and a trace of each completed stage (kernel).
 
     `schedules` keeps each stage's schedule between runs of one problem with one tiling.
     """
@@ -57,7 +57,7 @@ class Machine:
         )
 
     def note_lse(self, rows: slice, lse: np.ndarray) -> None:
-        """Keep the LSE of some rows as a result, without storing it in HBM or counting bytes."""
+        """Keep the LSE of rows as a result, without a store to HBM and without counting bytes."""
         self.noted_lse[..., rows] = lse
 
     @property
@@ -69,7 +69,7 @@ class Machine:
         return int(Schedule(self.problem, self.tiling, "queries", *how).slots[:, 1].max())
 
     def has(self, name: str) -> bool:
-        """Return whether the algorithm runs this stage (kernel) for this problem."""
+        """Return True if the algorithm runs this stage (kernel) for this problem."""
         return name in self._plan
 
     @contextmanager
@@ -87,12 +87,12 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """Return the slice of `O_part` and `L_part` for some rows and one part of the keys."""
+        """Return the slice of `O_part` and `L_part` for a range of rows and a part of the keys."""
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)
 
     def strips(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield slices of row tile `i`, each with as many whole rows of scores as fit on chip."""
+        """Yield slices of row tile `i`, each with as many full rows of scores as fit on chip."""
         rows = sram.schedule.row_slice(i)
         height = strip_rows(sram.stage, sram.schedule, self.device)
         for start in range(rows.start, rows.stop, height):

@@ -1,4 +1,4 @@
-"""Merges attention over two sets of keys into attention over both."""
+"""Merges attention over two sets of keys into attention over the union."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 def merged(
     out_a: np.ndarray, lse_a: np.ndarray, out_b: np.ndarray, lse_b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the output and the LSE of attention over the keys of both sets.
+    """Return the output and the LSE of attention over the union of two sets of keys.
 
     Each LSE has the shape of its output without the last axis. The formulas are lse =
-    log(exp(lse_a) + exp(lse_b)) and out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. If a row
-    saw no key of one set (lse = -inf), the result is the row of the other set.
+    log(exp(lse_a) + exp(lse_b)) and out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. A row
+    that saw no key of one set (lse = -inf) gets the result of the second set.
     """
     m = np.maximum(lse_a, lse_b)
     base = np.where(np.isneginf(m), 0, m)  # avoids inf - inf if a row saw no key of either set

@@ -1,4 +1,4 @@
-"""Shared code of the algorithms: scores of a tile, and kernels before or after the main loop."""
+"""Code that algorithms share: scores of a tile, and kernels before or after the main loop."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def unseen(m: np.ndarray) -> np.ndarray:
 def finite(m: np.ndarray) -> np.ndarray:
     """Return the row maxima (or LSEs), with 0 in place of -inf for rows that saw no key.
 
-    The result is subtracted from scores, and the 0 avoids the NaN of inf - inf. Scores that count
-    as masked are so low that their exponential is 0 even if nothing is subtracted.
+    Scores minus the result are never inf - inf, which would be NaN. Even without subtraction, the
+    exponential of a masked score is 0.
     """
     return np.where(unseen(m), 0, m)
 
@@ -51,7 +51,7 @@ def score_tile(
 ) -> tuple[np.ndarray, Chain]:
     """Compute S_ij = score_mod(softcap(scale Q_i K_j^T) + bias), with masked scores at -inf.
 
-    `own` holds the captured elements that a Q-outer loop has loaded for the row tile. The function
+    `own` holds the row tile's captured elements, which a Q-outer loop has loaded. The function
     returns S_ij, (.., rows, cols), and the data for the gradient of scale Q_i K_j^T. If `gated` is
     true and there is a softcap c, the data's field `cap` is 1 - tanh(scale q.k / c)^2.
     """
@@ -85,12 +85,12 @@ def score_gradient(
     chain: Chain,
     dL_i: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in the memory of dP's tile.
+    """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T; dS overwrites the dP tile.
 
     If `delta_i` is None, the function computes delta = rowsum(P o dP), minus the LSE's gradient
-    `dL_i` if there is one. This delta is right only if the tile contains all keys that its rows
-    see. The first result is the gradient of the scaled product before the softcap, for dQ and dK.
-    The second result is the bias's gradient, taken after the softcap and before the score function.
+    `dL_i` if there is one. This delta is right only if the tile has all keys that the rows see. The
+    first result is the gradient of the scaled product before the softcap, for dQ and dK. The second
+    result is the bias's gradient, taken after the softcap and before the score function.
     """
     dP_ij = sram.alloc("dP", P_ij.shape[-2:])
     np.matmul(dO_i, V_j.mT, out=dP_ij)
@@ -111,7 +111,7 @@ def score_gradient(
 def lse_gradient(
     machine: Machine, sram: Sram, rows: slice, *, member: int | None = None
 ) -> np.ndarray | None:
-    """Load the LSE's gradient for some rows, and return it; return None if the LSE has none."""
+    """Load and return the LSE's gradient for a range of rows; return None without a gradient."""
     if not machine.problem.dlse:
         return None
     return sram.load(machine.hbm.dL, rows, member=member)
@@ -142,7 +142,7 @@ def convert(machine: Machine, accumulator: str, result: str) -> None:
 
 
 def clear_dbias(machine: Machine) -> Tensor | None:
-    """Clear the accumulator of the bias's gradient, and return it; without a bias, return None."""
+    """Return the cleared accumulator of the bias's gradient, or None without a bias."""
     if not machine.has("clear_dbias"):
         return None
     name = accumulator_name(machine, "dBias")

@@ -1,9 +1,9 @@
 """Simulated SRAM: one thread block's memory during one stage (kernel), and the only access to HBM.
 
-Code can compute only with the copies that `Sram.load` returns. Each copy is overwritten with NaN
-when the step or visit (tile pair) that loaded it ends. So a missing load causes an error or a wrong
-result, and every byte used is counted. All heads run the same loop, so each event is recorded once,
-with the sizes of one head's thread block.
+Code can compute only with copies from `Sram.load`, which become NaN at the end of the step or visit
+(tile pair). So a missing load causes an error or a wrong result, and every byte used is counted.
+All heads run the same loop, so each event is recorded once, with the sizes of one head's thread
+block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Sram:
-    """One thread block's simulated on-chip memory of `device.sram_bytes`: its tiles and events."""
+    """One thread block's simulated on-chip memory of `device.sram_bytes`: tiles and events."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Sram:
             self._log(COMPUTE, 0, 0)
 
     def strip(self) -> AbstractContextManager[None]:
-        """Open a scope for some rows of an outer step; the end frees tiles loaded in the scope."""
+        """Open a scope for a range of rows in an outer step; the scope's end frees its tiles."""
         return self._frame(self._where)
 
     @contextmanager
@@ -120,10 +120,10 @@ class Sram:
     def load(
         self, tensor: Tensor, rows: slice, cols: slice = ALL, *, member: int | None = None
     ) -> np.ndarray:
-        """Copy a tile from HBM to SRAM, converted to the accumulator type without rounding.
+        """Copy a tile from HBM to SRAM, with an exact conversion to the accumulator type.
 
-        An FP8 tile is loaded with its scales and multiplied by them. In a stage (kernel) that loops
-        over a group of query heads, `member` selects the head.
+        An FP8 tile is loaded together with FP8 scales, and multiplied by the scales. In a stage
+        (kernel) that loops over a group of query heads, `member` selects the head.
         """
         # The copy has the same memory layout whatever the layout of the caller's array, because
         # BLAS sums in an order that depends on the layout.
@@ -136,11 +136,11 @@ class Sram:
         return tile
 
     def has(self, name: str) -> bool:
-        """Return whether this stage (kernel) has an on-chip buffer of this name."""
+        """Return True if this stage (kernel) has an on-chip buffer of this name."""
         return any(buffer.name == name for buffer in self.stage.buffers)
 
     def _tile_of(self, name: str, rows: slice, cols: slice) -> int:
-        """Return how many bytes an on-chip buffer of this stage (kernel) takes for a tile."""
+        """Return the bytes that an on-chip buffer of this stage (kernel) needs for a tile."""
         buffer = next(b for b in self.stage.buffers if b.name == name)
         return buffer.nbytes(rows.stop - rows.start, cols.stop - cols.start)
 
@@ -164,7 +164,7 @@ class Sram:
         }
 
     def reserve(self, name: str, rows: slice, cols: slice) -> None:
-        """Count the bytes of a buffer that a tile does not use: the buffer stays allocated."""
+        """Count the bytes of a buffer that stays allocated but that a tile does not use."""
         nbytes = self._tile_of(name, rows, cols)
         self._hold(name, nbytes, np.empty(0))
         self._log(ALLOC, CODES[name], nbytes)
@@ -175,7 +175,7 @@ class Sram:
         self._log(REDUCE, CODES[name], move.tile.nbytes(*shape))
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """Round P or dS to its type in products, or S or m to the type that `Precision` sets."""
+        """Round P or dS to the type for products, or S or m to the type that `Precision` sets."""
         kind = self._roundings.operands.get(name)
         return tile if kind is None else round_to(tile, *kind)
 
@@ -216,7 +216,7 @@ class Sram:
         *,
         member: int | None = None,
     ) -> None:
-        """Store a tile in HBM, or one number in all its elements, rounded once to HBM's type."""
+        """Store a tile, or one number for all elements, rounded once to the type in HBM."""
         kind = self._roundings.stored.get(tensor.name)
         if kind is not None:
             tile = round_to(np.asarray(tile, self.compute), kind)
@@ -246,6 +246,6 @@ class Sram:
         return tensor.view(rows, cols, member)
 
     def done(self) -> StageTrace:
-        """Return the recorded events of the stage, whose loop has ended."""
+        """Return the recorded events of the completed stage."""
         repeat, stride = heads_of(self.stage, self.schedule.problem)
         return StageTrace.build(self.stage, self.schedule, repeat, stride, self._events)

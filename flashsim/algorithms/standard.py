@@ -1,8 +1,8 @@
 """Standard attention: S and P are materialised in HBM (Algorithms 0 and 3 of arXiv:2205.14135).
 
 The matrix products are tiled as in any matrix-product kernel; nothing else is optimised. Fully
-masked tiles are not skipped, as in the frameworks' plain implementations. The numbers at the right
-are the paper's line numbers.
+masked tiles are not skipped, as in the frameworks' plain implementations. Numbers at the right end
+of a line are the paper's line numbers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ def forward(machine: Machine) -> None:
 
 
 def _scores(machine: Machine) -> None:
-    """Compute the scores S = scale Q K^T and, if there is a softcap, the softcap's derivative.
+    """Compute the scores S = scale Q K^T and, with a softcap, the softcap's derivative.
 
-    The softcap's derivative is stored too, because a rounded S is not precise enough to recompute
-    it.
+    The derivative is stored, because a rounded S is too imprecise to recompute it.
     """
     hbm = machine.hbm
     with machine.stage("scores") as sram:
@@ -84,7 +83,7 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run the backward pass (Algorithm 3) with the saved P and any softcap's saved derivative."""
+    """Run the backward pass (Algorithm 3) with the saved P and the softcap's saved derivative."""
     _sum_over_queries(machine, "dv", "P", "dO", "dV")                                     # 1
     hbm = machine.hbm
     with machine.stage("dp") as sram:

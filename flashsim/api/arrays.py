@@ -30,7 +30,7 @@ def only_dlpack(x: Any) -> bool:
 
 
 def last_axes(name: str) -> str:
-    """Return the last axes that the array named `name` must have, such as "(n, head_dim)"."""
+    """Return the axes that the array named `name` must end with, such as "(n, head_dim)"."""
     if "lse" in name:
         return "(heads, n_q)"
     return "(n_q, n_kv)" if "bias" in name else "(n, head_dim)"
@@ -88,7 +88,7 @@ def require_numpy(backend: str, **arrays: Any) -> None:
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
-    """Return `array`; raise unless it has the shape and dtype of `like`, whose name is `what`."""
+    """Return `array`; raise unless it has the shape and dtype of `like` (`what` in errors)."""
     wanted, shape = shape_of(what, like), shape_of(name, array)
     if shape != wanted:
         raise ShapeError(

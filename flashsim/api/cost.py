@@ -60,7 +60,7 @@ def fits(nbytes: int, instead: str) -> None:
     there = memory()
     if nbytes > there:
         raise OptionError(
-            f"this needs about {format_cell(nbytes / 1e9)} GB of memory, but this machine has "
+            f"this call needs about {format_cell(nbytes / 1e9)} GB of memory, but this machine has "
             f"{format_cell(there / 1e9)} GB; {instead}"
         )
 

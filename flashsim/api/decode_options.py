@@ -21,10 +21,10 @@ from flashsim.schedule.split import check_splits
 class DecodeOptions:
     """The options of ``algorithm="flash-decode"``, checked when the object is created.
 
-    Pass the object to `run`, `compare`, `count` or `predict` as ``decode=``. `run` and the others
-    also take each field as a keyword of the same name. Arrays are kept by reference, so a server
-    can change the cache's lengths in place between calls. Two `DecodeOptions` are equal only if
-    they are the same object.
+    Pass the object to `run`, `compare`, `count` or `predict` as ``decode=``. `run`, `compare`,
+    `count` and `predict` also take each field as a keyword of the same name. Arrays are kept by
+    reference, so a server can change the cache's lengths in place between calls. Two
+    `DecodeOptions` are equal only if they are the same object.
 
     Attributes
     ----------

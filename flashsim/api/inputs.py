@@ -132,8 +132,8 @@ def prepare(
 ) -> Inputs:
     """Check that the arrays fit together, and return them as 4-D arrays with their `Problem`.
 
-    With `may_be_empty`, the batch, the queries or the keys may have size 0. With `on_cpu`, captured
-    arrays are converted to NumPy arrays.
+    If `may_be_empty` is true, the batch, the queries or the keys may have size 0. If `on_cpu` is
+    true, captured arrays are converted to NumPy arrays.
     """
     shapes: tuple[tuple[int, ...], ...] = shape_of("q", q), shape_of("k", k), shape_of("v", v)
     if block_table is not None:

@@ -21,8 +21,8 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Combine the attention of the same queries over two disjoint sets of keys, a and b.
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse)
-    out_b``. This merge is FlashDecoding's second step for two splits of the keys. If a row saw no
-    key of one set (lse = -inf, out = 0), the row's result is that of the other set.
+    out_b``. Merging two splits of the keys is FlashDecoding's second step. If a row saw no key of
+    one set (lse = -inf, out = 0), the row's result is that of the other set.
 
     `lse_a` and `lse_b` are natural logarithms. Some libraries, such as FlashInfer, return an LSE to
     base 2; multiply an LSE to base 2 by ``math.log(2)``.

@@ -60,7 +60,7 @@ class Checked:
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
         """Return a copy of an already checked job, with other arrays of the same shapes and types.
 
-        The new job shares the old job's memo (cached values) only if no bias, mask or unchecked
+        The new job shares the old job's memo (cached values) unless a bias, a mask or an unchecked
         option can change these values.
         """
         if self.ndim < 4:
@@ -85,8 +85,8 @@ class Checked:
     ) -> Job:
         """Return the `Job` of the backward pass that follows the forward pass `mine`.
 
-        With `dlse`, the caller passes a gradient of the LSE. `captured` names the captured arrays
-        of the score function whose gradients the caller wants.
+        `dlse` is true if the caller passes a gradient of the LSE. `captured` names the captured
+        arrays of the score function whose gradients the caller wants.
         """
         engine = self.engine
         form = plans.backward_form(mine.algorithm, deterministic)  # raises if there is none
@@ -292,8 +292,8 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
                     having.append(f"backend={other!r}")
         if having:
             raise UnknownArgumentError(
-                f"run() has no argument {name!r} with backend={backend!r}, but with "
-                f"{', '.join(having)}; use one of these backends, or leave out the argument"
+                f"run() has the argument {name!r} only with {', '.join(having)}, not with "
+                f"backend={backend!r}; change backend=, or leave out the argument"
             )
 
 

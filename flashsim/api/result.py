@@ -50,8 +50,8 @@ class _Pass:
         """
         if self._trace is None:
             raise TraceError(
-                "there is no trace; pass trace=True to run (or to backward), with arrays in "
-                "which no axis has length 0"
+                "there is no trace; pass trace=True to run (or to backward), and arrays whose axes "
+                "all have a length of at least 1"
             )
         return self._trace
 
@@ -201,7 +201,7 @@ class Result(_Pass):
 
 
 def _cell(ran: Result | Gradients) -> str:
-    """Return HTML that shows a pass in a notebook: the shapes of its arrays, then its traffic."""
+    """Return HTML that shows a pass in a notebook: the arrays' shapes, and the traffic."""
     return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
 
 
@@ -309,7 +309,7 @@ def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None
 
 
 def made(kind: Any, **fields: Any) -> Any:
-    """Make an object of a frozen dataclass with these fields, 2 us faster than `__init__` does."""
+    """Make an object of a frozen dataclass from its fields, 2 us faster than `__init__` does."""
     instance = object.__new__(kind)
     instance.__dict__.update(fields)
     return instance

@@ -22,7 +22,8 @@ TRACES = ("h200-forward", "h200-backward")
 class Sample(NamedTuple):
     """Attention inputs of one layer of a real model, and the model's own output.
 
-    `q`, `k` and `v` are float16, `out` is float32; all are (12 heads, 512 tokens, head_dim 32).
+    `q`, `k` and `v` are float16, and `out` is float32; each has 12 heads, 512 tokens and head_dim
+    32.
     """
 
     q: np.ndarray

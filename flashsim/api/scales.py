@@ -39,7 +39,7 @@ def _number(value: Any) -> Any:
 
 
 def require(dtype: str) -> None:
-    """Raise an `OptionError` that says that inputs of the FP8 type `dtype` need `scales`."""
+    """Raise an `OptionError`: inputs of the FP8 type `dtype` need `scales`."""
     raise OptionError(
         f"q, k and v are {dtype}, and FP8 inputs need scales; pass the options that "
         "flashsim.quantize returns, as in run(x.q, x.k, x.v, **x.options), or "
@@ -59,7 +59,7 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """Return the unit with one FP8 scale: "tensor", "head" or a block, (rows of q, rows of k)."""
+    """Return what has one FP8 scale: a "tensor", a "head", or a block (rows of q, rows of k)."""
     if scales is None:
         if block is not None:
             raise OptionError(
@@ -99,7 +99,7 @@ def granularity(
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
     """Return the scales of q, k and v, of shape (), (batch, heads) or (batch, heads, blocks).
 
-    With `values`, the numbers are checked too; the scales must then lie in the CPU's memory.
+    If `values` is true, the scales' numbers are checked too, so the scales must be in CPU memory.
     """
     p, checked_scales = problem, []
     for name, scale in zip(INPUTS, scales, strict=True):

@@ -187,7 +187,7 @@ def _problem(
     more: Mapping[str, Any],
     request: Request,
 ) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
-    """Return the problem, copies of the inputs by their names in the papers, `ndim` and `Host`."""
+    """Return the problem, copies of the inputs by their names in papers, `ndim` and the `Host`."""
     inputs.check_tiling(request.tiling)
     host = array_libraries.host_of(q)
     q, k, v = array_libraries.take(host, q=q, k=k, v=v)
@@ -248,9 +248,9 @@ def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iter
 def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> None:
     """Raise if the user's function reads an input array directly: no load would be counted.
 
-    The globals, closures and defaults of the function and of its inner functions are searched. The
-    simulated machine refuses to store an array from outside, or to combine it with a tile. But the
-    machine cannot tell whether a single number comes from an outside array.
+    The check covers the globals, closures and defaults of the function and of its inner functions.
+    The simulated machine itself refuses to store an outside array, or to combine it with a tile.
+    But the machine cannot tell whether a single number comes from an outside array.
     """
     for label, value in _outside(function):
         held = value.values() if isinstance(value, dict) else value

@@ -108,7 +108,7 @@ class SweepPoint:
 
 
 def seconds(point: SweepPoint) -> float:
-    """Estimate how many seconds `measure` takes; 0 for a closed form or an impossible point."""
+    """Estimate how many seconds `measure` takes: 0 for a closed form or an impossible point."""
     if point.method == "count":
         return 0.0
     try:
@@ -228,7 +228,7 @@ def _one_of(possible: Iterable[str]) -> Any:
 
 
 def _field(name: str, value: Any) -> Any:
-    """Return a field's value as a `Problem` checks it; float64 problems accept the most values."""
+    """Return a field's value as checked by a float64 `Problem`, which accepts the most values."""
     return getattr(Problem(n_q=1, **{"dtype": "float64", name: value}), name)
 
 
@@ -258,7 +258,7 @@ _CHECKS: Mapping[str, Any] = {
 
 
 def key_of(row: Mapping[str, Cell]) -> Key:
-    """Return the parameters in a row of a sweep, which identify the row's point."""
+    """Return the parameters in a row of a sweep; they identify the row's point."""
     return tuple(row[name] for name in PARAMETERS)
 
 

@@ -217,7 +217,7 @@ class _Command(TyperCommand):
 
 
 def _write_short(formatter: Any, records: _Options, *, names_only: bool) -> None:
-    """Write one line per option. Options for a single algorithm share a line with their names."""
+    """Write one line per option."""
     together: dict[str, list[str]] = {}
     wide = 2 + max(len(name) for name, _ in records)
     for name, text in records:

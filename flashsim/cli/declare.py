@@ -179,7 +179,7 @@ def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
 
 
 def _gather(defaults: Any, received: dict[str, Any]) -> Any:
-    """Build a bundle: take values out of `received`, and missing values from `defaults`."""
+    """Build a bundle: move values out of `received`, and take missing values from `defaults`."""
     return type(defaults)(
         **{
             name: _gather(default, received)

@@ -291,8 +291,8 @@ def grade(
             return
     if len(chosen) > 1:
         raise OptionError(
-            f"--exercise was passed {len(chosen)} times, but {str(file)!r} is no homework folder "
-            "with files of these exercises; pass --exercise once"
+            f"--exercise was passed {len(chosen)} times, which needs a homework folder with files "
+            f"of these exercises, got {str(file)!r}; pass --exercise once"
         )
     _grade_files(
         file,
@@ -400,7 +400,7 @@ def _for_gradescope(marks: Marks, path: Path | None) -> None:
 
 
 def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
-    """Return two lists of tables: for people with one reason per file; for programs with all."""
+    """Return tables for people (one reason per file), and tables for programs (all reasons)."""
     short, full = Table(f"{len(graded)} files", _COLUMNS), Table("", _ALL_COLUMNS)
     for path, marks in graded:
         _add(short, full, str(path.relative_to(folder)), marks.exercise, [marks])

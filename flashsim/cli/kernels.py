@@ -201,7 +201,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
-    """Convert a text: "64x200" to a random array, a Python literal to its value; keep others."""
+    """Convert "64x200" to a random array and a Python literal to its value; keep other texts."""
     if re.fullmatch(r"\d+(x\d+)+", text):
         shape = tuple(int(n) for n in text.split("x"))
         return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
@@ -306,7 +306,7 @@ class _Arrays:
         self._more: dict[str, np.ndarray] = {}
 
     def of(self, name: str) -> Any:
-        """Return the input or result with this name of the papers, such as "dO"."""
+        """Return the input or result that the papers call by this name, such as "dO"."""
         if self._axes == 2 and self._p.batch * self._p.heads > 1:
             raise OptionError(
                 "q has two axes, so it has one batch entry and one head; pass --batch 1 --heads 1"
@@ -345,8 +345,7 @@ def _axes(called: Any) -> tuple[str, ...]:
     """Return the names to which a function unpacks a shape, such as ``heads, n, d = q.shape``.
 
     If the function unpacks several shapes, the shape of q has priority. For a
-    `torch.autograd.Function`, the names come from its `forward`. If the function unpacks no shape,
-    the result is empty.
+    `torch.autograd.Function`, the names come from its `forward`.
     """
     from flashsim.own_kernels.names import paper_name
 

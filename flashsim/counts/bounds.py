@@ -1,8 +1,8 @@
-"""Bounds on HBM traffic from the papers, as curves to compare a count with.
+"""Bounds on HBM traffic from the papers, with which counts are compared.
 
-`flash_theorem` and `lower_bound` are asymptotic: they hold up to an unknown constant factor.
-`proven` has all constants: no algorithm moves fewer elements. In this module, M is the on-chip
-capacity in elements, N the sequence length and d the head dim.
+`flash_theorem` and `lower_bound` are asymptotic: both hold up to an unknown constant factor.
+`proven` includes all constants, so no algorithm moves fewer elements. In this module, M is the
+on-chip capacity in elements, N the sequence length and d the head dim.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) -> int:
     """Return a lower bound on the number of elements that any forward pass must move.
 
-    The bound holds for a pass that multiplies matrices the usual way. Multiplying the usual way
-    means that every score is a sum of `head_dim` products, and that each of the score's
-    `head_dim_v` products with a row of V is added to an element of O. The algorithm may keep scores
-    on chip, store them or recompute them, and it may accumulate O in parts.
+    The bound holds for a pass that multiplies matrices the usual way. In the usual way, a score is
+    a sum of `head_dim` products, and each of the score's `head_dim_v` products with a row of V is
+    added to an element of O. The algorithm may keep scores on chip, store them or recompute them,
+    and it may accumulate O in parts.
 
     The proof divides a run of the algorithm into segments of T transferred elements each. In a
     segment, at most X = 2 M + T elements of Q, K, V, O and earlier scores are available. By the
-    inequality of Loomis and Whitney, as Irony, Toledo and Tiskin use it for one matrix product, X
-    elements allow at most max(X^2 / (16 d), (X / 3)^1.5) products with V. So a run needs at least a
-    certain number of segments, and each segment transfers T elements. The result is the largest
-    bound over several segment sizes T. For M > 2.4 d^2, T = 2 M gives 2 N^2 d^2 / M - 2 M, which
-    has the order that Saha and Ye prove (arXiv:2402.07443). The whole proof is in
-    docs/reference/model.md.
+    inequality of Loomis and Whitney (as in Irony, Toledo and Tiskin), X elements allow at most
+    max(X^2 / (16 d), (X / 3)^1.5) products with V. So a run needs a minimum number of segments of T
+    transfers each. The result is the largest bound among several segment sizes T. For M > 2.4 d^2,
+    T = 2 M gives 2 N^2 d^2 / M - 2 M, which matches the order proved by Saha and Ye
+    (arXiv:2402.07443). The complete proof is in docs/reference/model.md.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """The closed forms: requested bytes of each stage of each algorithm.
 
-Every term of a closed form is a statement about an algorithm, such as "in a Q-outer loop, K is read
-once per visit": ``load K: heads * row_cols * d * e``.
+Every term states a fact about an algorithm: ``load K: heads * row_cols * d * e`` says that a
+Q-outer loop reads K once per visit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from flashsim.schedule.schedule import Schedule
 class Forms:
     """Computes the requested bytes of each stage of a problem.
 
-    Bytes per element in HBM are `e` for q, k and v, `r` for a result, and `a` for an accumulator.
+    `e`, `r` and `a` are the bytes per element in HBM of q, k and v, of a result, and of an
+    accumulator.
     """
 
     def __init__(self, p: Problem) -> None:
@@ -53,9 +54,9 @@ class Forms:
     def scales(self, loaded: set[str], outer: str, s: Schedule, owners: int) -> dict[str, int]:
         """Return the bytes of the FP8 scales that are loaded with tiles of Q, K and V.
 
-        Each load of a tile also loads the scales of all scale blocks that the tile overlaps, 4 B
-        each. An outer-loop tile is loaded `owners` times: once per head or per head group. An
-        inner-loop tile is loaded at every visit (tile pair).
+        Each tile load also loads one 4-byte scale per scale block that the tile overlaps. An
+        outer-loop tile is loaded `owners` times: once per head or per head group. An inner-loop
+        tile is loaded at every visit (tile pair).
         """
         if self.p.scales is None:
             return {}
@@ -79,9 +80,9 @@ class Forms:
     ) -> dict[tuple[str, str], int]:
         """Return the bytes that score and mask functions read, or add to gradients, in one stage.
 
-        Every visit reads the captured elements that the score function uses; every visit of a
-        MASKED tile also reads those that the mask function uses. A Q-outer loop reads the elements
-        that depend only on the row or the head once per row tile.
+        Every visit reads the score function's captured elements; a visit of a MASKED tile also
+        reads the mask function's. Elements that depend only on the row or the head are read once
+        per row tile in a Q-outer loop.
         """
         p, h, moved = self.p, self.heads, {}
         if stage == "delta" and p.sinks:

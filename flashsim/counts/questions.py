@@ -1,4 +1,4 @@
-"""`Answers`: the query methods of `Trace` and `Traffic`: bytes, FLOPs, and a table of them."""
+"""`Answers`: the query methods that `Trace` and `Traffic` share, for bytes, FLOPs and tables."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Answers:
         return flops.get(checks.one_of("kind of FLOP", kind, KINDS), 0)
 
     def on_chip(self, op: str | None = None) -> int:
-        """Return the bytes that tile operations "read" from SRAM, "write" to it, or both (None)."""
+        """Return the SRAM bytes that tile operations "read", "write" or, by default, both."""
         _, chip = self._work
         if op is None:
             return sum(chip.values())

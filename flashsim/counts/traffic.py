@@ -68,7 +68,7 @@ class Traffic(Answers):
                     self.transfers[stage.name, op, tensor] = nbytes
 
     def schedule(self, stage: plans.Stage) -> Schedule:
-        """Return the schedule of one stage: its visits and their order."""
+        """Return the schedule of one stage: the visits and the order of visits."""
         return self._schedules[stage.outer, stage.dense]
 
     @property
@@ -139,7 +139,7 @@ class Traffic(Answers):
         return int(max(held.max(), visits.max(initial=0)))
 
     def _strip_peak(self, stage: plans.Stage) -> int:
-        """Return the peak on-chip bytes of a stage that keeps whole rows of scores on chip."""
+        """Return the peak on-chip bytes of a stage that keeps complete rows of scores on chip."""
         tiles = [move.tile for move in stage.visit if move.holds]
         most = strip_rows(stage, self.schedule(stage), self.device)
         peak = 0
@@ -192,9 +192,9 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     """Return the bytes that any algorithm must move: each input and each output once.
 
     A forward pass reads q, k, v (and bias) and writes out and LSE. A backward pass reads the same
-    inputs, out, dout and LSE (with `dlse`, also the LSE's gradient), and writes dq, dk and dv (and
-    the bias's gradient). The algorithm "flash2-once" does not read `out`, so it alone may move
-    fewer bytes.
+    inputs, out, dout, LSE (and the LSE's gradient), and writes dq, dk, dv (and the bias's
+    gradient). Only the algorithm "flash2-once" may move fewer bytes, because it does not read
+    `out`.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -212,10 +212,10 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 
 
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
-    """Return the bytes that a pass moves if each stage moves each of its tensors only once.
+    """Return the bytes that a pass moves if each stage moves each tensor only once.
 
-    The result is the traffic of a cache that starts each kernel empty and never misses twice on the
-    same data. For FlashAttention-2's forward pass, which is one kernel, the result equals the
+    This is the traffic of a cache that is empty as each kernel starts, and misses only once per
+    datum. For FlashAttention-2's forward pass, which is one kernel, the result equals the
     compulsory bytes. For standard attention, the result also includes the N x N matrices. The
     problem's mask is ignored.
     """
@@ -260,7 +260,7 @@ def _kept(problem: Problem, algorithm: str) -> set[str]:
 
 
 def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Return how many whole rows of scores a stage keeps on chip at the same time."""
+    """Return the number of complete rows of scores that a stage keeps on chip at the same time."""
     row = sum(b.per_row for b in stage.buffers)
     longest = max(s.q_stop - s.q_start for s in schedule.problem.sequences)
     tallest = min(schedule.tiling.block_q, longest)
@@ -280,7 +280,7 @@ def live(problem: Problem, algorithm: str) -> int:
 
 
 def figures(source: Answers) -> dict[str, int | float | None]:
-    """Return the bytes and FLOPs of a pass over all heads, named as the columns of a sweep."""
+    """Return the bytes and FLOPs of a pass over all heads, with the column names of a sweep."""
     p, algorithm, own = source.problem, source.algorithm, getattr(source, "own", None)
     return {
         **{f"{op}_bytes": source.bytes(op) for op in OPS},

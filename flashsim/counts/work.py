@@ -1,17 +1,17 @@
 """The work per visit: floating-point operations by kind, and bytes read and written on chip.
 
 The work of a stage is a short list of tile operations. The cost of each operation is linear in the
-tile's rows, columns and scores. So the same list gives the cost of one visit or, from sums over a
-schedule's tiles, the cost of all visits.
+tile's rows, columns and scores. So one list gives the cost of one visit and, from sums over all
+tiles, the cost of all visits.
 
 A multiply-add in a matrix product is 2 FLOPs. The kind ``exp`` counts exponentials, logarithms and
 tanh (which a GPU's special-function unit computes), and the kind ``max`` counts comparisons. The
-kind ``add`` includes subtractions. A row sum or row maximum over n elements is n operations.
-Operations that handle rows that see no key are not counted. A tile operation reads each operand
-once from SRAM and writes its result once; reuse in registers is ignored. A masked tile costs as
-much as a full tile, because the hardware computes the whole tile. The kind ``function`` counts each
-floating-point operation of a score function and its derivative once. A mask function compares
-integers, so its operations are not counted.
+kind ``add`` includes subtractions. A row sum or row maximum over n elements is n operations. Counts
+leave out the handling of rows that see no key. A tile operation reads each operand from SRAM once,
+and writes the result once; reuse in registers is ignored. A masked tile costs as much as a full
+tile, because the hardware computes every score. The kind ``function`` counts each floating-point
+operation of a score function and its derivative once. A mask function compares integers, so its
+operations are not counted.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Cost(NamedTuple):
     score: int = 0
 
     def at(self, rows: int, cols: int, scores: int) -> int:
-        """Return the cost of a tile, or of many tiles if the arguments are sums over them."""
+        """Return the cost of one tile, or of many tiles if the arguments are sums over tiles."""
         return self.row * rows + self.col * cols + self.score * scores
 
 
 @dataclass(frozen=True)
 class TileOp:
-    """One operation on tiles in SRAM: buffers that it reads and writes, and FLOPs by kind."""
+    """One operation on tiles in SRAM: the buffers read and written, and the FLOPs by kind."""
 
     name: str
     reads: str
@@ -52,8 +52,7 @@ class TileOp:
 class StageWork:
     """The tile operations of one stage, listed per visit and per outer step.
 
-    In a stage that merges partial results of split keys, the operations of an outer step are
-    counted once per part of the keys.
+    A stage that merges partial results counts an outer step's operations once per part of the keys.
     """
 
     visit: tuple[TileOp, ...] = ()
@@ -240,7 +239,7 @@ def _mm(name: str, reads: str, writes: str, inner: int) -> TileOp:
 
 
 def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int) -> dict[str, int]:
-    """Return the FLOPs of each kind in tile operations; the sizes are sums over all tiles."""
+    """Return the FLOPs of tile operations by kind; the sizes are sums over all tiles."""
     result = dict.fromkeys(KINDS, 0)
     for op in ops:
         for kind, cost in op.flops.items():

@@ -31,11 +31,11 @@ def trace(
 ) -> KernelTrace:
     """Return a trace of the loads and stores of a kernel's thread blocks in global memory.
 
-    The kernel runs in Numba's CUDA simulator, thread by thread, and writes to its arguments as it
-    would on a GPU. In the trace, all accesses that a block's threads make from one source line
-    between two barriers are one event. Accesses to shared and local memory move no HBM bytes;
-    shared arrays appear as the trace's on-chip values. A load past the end of an array returns 0,
-    and a store there has no effect; the trace marks both.
+    The kernel runs in Numba's CUDA simulator, thread by thread, and writes its results to the
+    arguments. In the trace, one event has all accesses of a thread block from one source line
+    between two barriers. Accesses to shared and local memory move no HBM bytes; shared arrays
+    appear as the trace's on-chip values. A load past the end of an array returns 0, and a store
+    past the end has no effect; the trace marks both.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def _tensor(recorder: Recorder, name: str, array: np.ndarray, before: Sequence[i
 def _note(
     recorder: Recorder, watch: BlockWatch, codes: Sequence[int], names: Sequence[str]
 ) -> None:
-    """Pass a launch's accesses to the recorder, in the order in which a GPU launches its blocks."""
+    """Pass a launch's accesses to the recorder, in the order in which a GPU launches the blocks."""
     scattered: dict[tuple[str, int, str], list[BlockAccess]] = {}
     for block in sorted(watch.accesses, key=lambda block: block[::-1]):
         recorder.program(block)

@@ -36,12 +36,12 @@ class ThreadAccess(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockAccess:
-    """The accesses that a block's threads make from one source line between two barriers.
+    """The accesses of a thread block's threads from one source line, between two barriers.
 
-    `offsets` are the accessed elements, one per thread and execution of the source line, in no
-    particular order. `requests` is the number of memory requests of all warps, and `sectors` the
-    number of 32-byte sectors that the requests touch, summed over the requests. `outside` is the
-    number of accesses past the tensor's end.
+    `offsets` has one accessed element per thread and execution of the source line, in no particular
+    order. `requests` is the number of memory requests of all warps, and `sectors` the number of
+    32-byte sectors that the requests touch, summed over the requests. `outside` is the number of
+    accesses past the tensor's end.
     """
 
     block: tuple[int, int, int]
@@ -57,7 +57,7 @@ class BlockAccess:
 
 
 class WatchedArray:
-    """An array that records each of a kernel's accesses to its elements, also through slices."""
+    """An array that records every element access of a kernel, including accesses through slices."""
 
     def __init__(
         self,
@@ -151,13 +151,13 @@ class BlockWatch:
         self._first: dict[Any, int] = {}
 
     def array(self, array: np.ndarray) -> WatchedArray:
-        """Return a `WatchedArray` of a kernel's argument, which records accesses."""
+        """Return a `WatchedArray` that records accesses to a kernel's argument."""
         self.itemsizes.append(array.itemsize)
         strides = tuple(s // array.itemsize for s in array.strides)
         return WatchedArray(self, len(self.itemsizes) - 1, array, 0, strides)
 
     def note(self, kind: str, tensor: int, offset: int) -> None:
-        """Record one access, made by the thread that calls this function."""
+        """Record one access by the thread that calls this function."""
         frame = sys._getframe(2)
         if frame.f_code.co_filename.endswith("kernelapi.py"):  # an atomic operation
             # The simulator reads, reads again and writes; only the first read's line is recorded.
@@ -229,8 +229,8 @@ def merged(
 def counted_barriers(thread_class: Any):
     """In the ``with`` block, each simulated thread counts the barriers that it passes.
 
-    Python's thread switch interval is shortened, because a simulated thread busy-waits at a
-    barrier, and keeps others from running.
+    Python's thread switch interval is shortened, because a thread that waits at a barrier keeps the
+    CPU busy.
     """
     plain: Callable[[Any], None] = thread_class.syncthreads
     interval = sys.getswitchinterval()
@@ -297,7 +297,7 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
 
 
 def refuse_merged_arrays(kernel: Any) -> None:
-    """Raise if one source line creates two shared arrays, which the simulator would merge."""
+    """Raise if one source line creates two shared arrays: the simulator would merge them."""
     try:
         lines, first = inspect.getsourcelines(kernel.fn)
     except OSError:  # the source of a function typed into a prompt cannot be read
@@ -327,7 +327,7 @@ def held(arg: Any, number: int) -> np.ndarray | None:
 
 
 def kernel_line(error: BaseException, kernel: Any) -> str:
-    """Return, as text, the kernel's source line in which an error was raised."""
+    """Return the kernel's source line in which an error was raised, as text."""
     file = kernel.fn.__code__.co_filename
     found = kernel.fn.__code__.co_firstlineno
     step = error.__traceback__

@@ -23,7 +23,7 @@ QUANTITIES = ("flops", "visits", "hbm", "merge")
 class Account(report.Tabled):
     """The byte and FLOP counts of one pass over all ranks, from a run or in closed form.
 
-    Two `Account` objects are equal if all their integers are equal.
+    Two `Account` objects are equal if all counts are equal.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class Account(report.Tabled):
     # -- queries --------------------------------------------------------------------------------
 
     def link_bytes(self, tensor: str | None = None, rank: int | None = None) -> int:
-        """Return the bytes that one rank or all ranks send, of one tensor or of all tensors."""
+        """Return the bytes of one tensor, or of all tensors, that one rank or all ranks send."""
         if tensor is not None and tensor not in self.sent:
             raise OptionError(
                 f"no rank sends a tensor named {shown(tensor)}; choose from "
@@ -86,13 +86,13 @@ class Account(report.Tabled):
 
     @property
     def out_bytes(self) -> np.ndarray:
-        """Return the bytes that each rank sends at each step, int64 (ranks, steps)."""
+        """Return the bytes that each rank sends per step, int64 of shape (ranks, steps)."""
         nothing = np.zeros((self.group.ranks, len(self.steps)), np.int64)
         return sum(self.sent.values(), nothing)
 
     @property
     def idle_share(self) -> float:
-        """Return the share of time in which ranks would idle if only arithmetic took time.
+        """Return the share of time that ranks would idle if only arithmetic took time.
 
         All ranks start each step together, because every rank waits for the K and V of another
         rank. Each step takes as long as its slowest rank, the rank with the most FLOPs.
@@ -211,7 +211,7 @@ def _spans(rows: np.ndarray) -> str:
 
 
 def zeros(group: Group, direction: str) -> np.ndarray:
-    """Return an array of zeros, (ranks, steps), to count bytes, FLOPs or the like."""
+    """Return zeros of shape (ranks, steps), to count bytes, FLOPs or the like."""
     return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
 
 

@@ -66,7 +66,7 @@ def count(
 
 
 def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
-    """For each different block of scores, yield (steps, mask of its ranks, block)."""
+    """Yield each different block of scores as (steps, mask of the ranks that compute it, block)."""
     relations, first = group.relations(), int(group.ulysses > 1)
     steps = slice(first, first + group.ring)
     if direction == "backward":
@@ -151,8 +151,8 @@ def _sent_forward(group: Group) -> dict[str, np.ndarray]:
 def _sent_backward(group: Group) -> dict[str, np.ndarray]:
     """Return the bytes that ranks send in the backward pass.
 
-    The members of the ring send K and V, and two steps later dK and dV. At first dK and dV are one
-    block's gradients, in the input type; later they are float32 sums.
+    The members of the ring send K and V, and send dK and dV two steps later. At first, dK and dV
+    are gradients of one block, in the input type; later, they are float32 sums.
     """
     size = MemberSizes(group)
     sent = _nothing(group, "backward", "dout", "K", "V", "dQ", "dK", "dV")
@@ -194,7 +194,7 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Return the HBM bytes that are moved to merge each step's out and LSE with earlier results."""
+    """Return the HBM bytes moved to merge the out and LSE of each step with earlier results."""
     size, n = MemberSizes(group), group.rows_a_member
     moved = zeros(group, "forward")
     if group.ring == 1:
@@ -238,21 +238,21 @@ def _added(group: Group, first: int) -> np.ndarray:
 
 
 def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
-    """Return the bytes that move when `nbytes` are loaded, and stored again in float32."""
+    """Return the bytes that move if `nbytes` are loaded, and then stored in float32."""
     return nbytes + nbytes // size.e * size.a
 
 
 def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False) -> np.ndarray:
-    """Return `nbytes` of the block that each rank computes after its own, or 0 without a block.
+    """Return `nbytes` of each rank's block of scores at ring step 1; 0 for a rank without a block.
 
-    If `before` is true, the block is that of the previous ring member.
+    If `before` is true, each rank gets the value of the previous ring member.
     """
     first = _later(group, nbytes)[:, 0]
     return np.roll(first, group.ulysses) if before else first
 
 
 def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
-    """Return `nbytes` of each rank's block at ring steps after the first, or 0 without a block."""
+    """Return `nbytes` of each rank's block of scores at each ring step from 1 on, 0 if none."""
     each = [0 if block is None else nbytes(block.problem) for block in group.blocks]
     return np.array(each, np.int64)[group.relations()[:, 1:]]
 

@@ -98,8 +98,8 @@ class Ranks:
     def exchange(self, names: dict[str, str], before: str, split: int, join: int) -> None:
         """Exchange arrays in each team: send the n-th piece along `split` to the n-th rank.
 
-        Each receiver joins its pieces in order along `join`. The old arrays stay in memory, under
-        names that begin with the text `before`.
+        Each receiver joins the received pieces in order along `join`. The old arrays stay in
+        memory, under names that begin with the text `before`.
         """
         team = self.group.ulysses
         if team == 1:

@@ -183,7 +183,7 @@ class Group:
         return self.problem.n_q // self.ring
 
     def member_rows(self, member: int) -> np.ndarray:
-        """Return the positions of a ring member's rows in the sequence, ascending int64."""
+        """Return the positions of a ring member's rows in the sequence, as ascending int64."""
         checks.place("member", member, self.ring)
         n, ring = self.rows_a_member, self.ring
         if self.order == "striped":
@@ -194,14 +194,14 @@ class Group:
         return np.concatenate([member * (n // 2) + half, (2 * ring - 1 - member) * (n // 2) + half])
 
     def rows(self, rank: int) -> np.ndarray:
-        """Return the positions of a rank's rows in the sequence, int64 (rows_a_rank,)."""
+        """Return the positions of a rank's rows in the sequence, an int64 array."""
         checks.place("rank", rank, self.ranks)
         member, number = divmod(rank, self.ulysses)
         n = self.rows_a_rank
         return self.member_rows(member)[number * n : (number + 1) * n]
 
     def team(self, rank: int) -> range:
-        """Return the ranks of the team of `rank`, which exchange heads with each other."""
+        """Return the ranks of the team of `rank`; they exchange heads with each other."""
         first = rank // self.ulysses * self.ulysses
         return range(first, first + self.ulysses)
 
@@ -227,7 +227,7 @@ class Group:
         return BEFORE if step <= member else AFTER
 
     def relations(self) -> np.ndarray:
-        """The value of `relation` for every rank and step, int8 (ranks, ring)."""
+        """The value of `relation` for every rank and step, an int8 array of shape (ranks, ring)."""
         member = np.arange(self.ranks)[:, None] // self.ulysses
         step = np.arange(self.ring)
         return np.where(step == 0, OWN, np.where(step <= member, BEFORE, AFTER)).astype(np.int8)

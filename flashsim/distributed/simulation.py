@@ -26,8 +26,8 @@ from flashsim.schedule.tiling import Tiling
 class Spread:
     """The result of `run`: out and LSE in the sequence's order, and the `Account` of all ranks.
 
-    `out` is (batch, heads, n, head_dim_v), and `lse` is (batch, heads, n). `account` has the bytes
-    and FLOPs of the run, equal to the result of `count`.
+    `out` has the shape (batch, heads, n, head_dim_v), and `lse` has the shape (batch, heads, n).
+    `account` has the bytes and FLOPs of the run, equal to the result of `count`.
     """
 
     out: Any
@@ -42,7 +42,7 @@ class Spread:
 
     @property
     def group(self) -> Group:
-        """The `Group`, which says which rank had which rows."""
+        """The `Group`, with the rows of each rank."""
         return self.account.group
 
     def backward(self, dout: Any) -> SpreadGradients:
@@ -197,8 +197,8 @@ class _SpreadRun(Ranks):
     def backward(self, dout: np.ndarray) -> SpreadGradients:
         """Run the backward pass of all ranks, step by step.
 
-        The dK and dV of other members' keys follow these keys round the ring until they reach the
-        rank that owns the keys.
+        The dK and dV of a member's keys follow these keys round the ring until they reach the rank
+        that owns the keys.
         """
         group = self.group
         self.begin("backward", "dout", "K", "V", "dQ", "dK", "dV")
@@ -255,7 +255,7 @@ class _SpreadRun(Ranks):
         rank.drop(*(name for name in (*names, "dk_sent", "dv_sent") if name in rank))
 
     def _begin_sums(self, number: int, rank: Rank, *names: str) -> None:
-        """Create float32 zeros, for all rows, in which gradients of several blocks are summed."""
+        """Create float32 zeros for all rows, to which gradients of several blocks are added."""
         for name in names:
             total = np.zeros(rank[name[1:]].shape, self.wide)
             rank.put(**{f"sum_{name}": total})
@@ -268,9 +268,9 @@ class _SpreadRun(Ranks):
             rank.rename(f"sum_{name}", name)
 
     def _given_rows(self, number: int, name: str) -> slice:
-        """Return the rows whose gradients get terms from a member's first block after its own.
+        """Return the rows whose gradients get terms from a block of scores at ring step 1.
 
-        For dQ, the block is the member's at step 1; for dK and dV, it is the previous member's.
+        For dQ, this is the member's block; for dK and dV, it is the previous member's block.
         """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)

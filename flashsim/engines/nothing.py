@@ -1,6 +1,6 @@
-"""Returns the results of empty jobs, whose batch, queries or keys have size 0, for every engine.
+"""Returns the results of empty jobs (batch, queries or keys of size 0) for every engine.
 
-Results are zeros and an LSE of -inf, as in `torch.nn.functional.scaled_dot_product_attention`.
+Results are zeros, and -inf for the LSE, as in `torch.nn.functional.scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KERNEL = "none: nothing to compute"
 
 
 class Nothing:
-    """An engine for empty jobs, whose `Problem` has size 1; `engine` creates the result arrays."""
+    """An engine for empty jobs, whose `Problem` has sizes of 1; `engine` creates result arrays."""
 
     OPTIONS: frozenset[str] = frozenset()
 
@@ -33,11 +33,11 @@ class Nothing:
         return _outcome(job, {"out": out, "lse": lse})
 
     def recall(self, job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-        """Return an empty dict, because the backward pass needs nothing from the forward pass."""
+        """Return an empty dict, because an empty job's backward pass needs no saved tensors."""
         return {}
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-        """Return gradients that are all zeros, whatever `dout` and `dlse` are."""
+        """Return gradients that are all zeros; `dout` and `dlse` do not matter."""
         p = job.problem
         plans.stages(p, job.algorithm, "backward")  # raises if the algorithm has no such pass
         like = {f"d{name}": x for name, x in job.arrays.items()}

@@ -1,7 +1,7 @@
-"""The interface between `flashsim.api` and engines: an engine turns a `Job` into an `Outcome`.
+"""The interface between `flashsim.api` and engines, which turn a `Job` into an `Outcome`.
 
-An engine is a module that defines ``OPTIONS``, `forward`, `recall`, `backward` and `constant`, with
-the types in the class `Engine`. Engines never import `flashsim.api` or each other.
+An engine is a module with ``OPTIONS``, `forward`, `recall`, `backward` and `constant`, typed as in
+the class `Engine`. Engines never import `flashsim.api` or each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashsim.trace.events import StageTrace
 
 @dataclass(frozen=True)
 class Job:
-    """The description of one forward pass to run, for an engine.
+    """A request to run one forward pass, as an engine receives it.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Job:
     mask_arrays: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields without the memo, so that a pickled `Result` has only the request."""
+        """Return the fields without the memo, so that a pickled `Result` holds only the request."""
         return {**self.__dict__, "memo": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """Return the user's arrays q, k, v and, if there is one, bias, by name."""
+        """Return the user's arrays by name: q, k, v and, if there is one, bias."""
         arrays = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias}
         return {name: x for name, x in arrays.items() if x is not None}
 
@@ -118,7 +118,7 @@ class Outcome(NamedTuple):
     finite: Set[str] = frozenset()
 
     def unseen(self, *names: str) -> dict[str, Any]:
-        """Return those of the named arrays that may contain NaN or infinity."""
+        """Return those of the named arrays that may hold NaN or infinity."""
         return {name: self.arrays[name] for name in names if name not in self.finite}
 
 
@@ -127,9 +127,9 @@ class Engine(Protocol):
 
     Four more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
     dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
-    backward is the fastest if dQ may be summed in any order. `stores_dq(job, saved)` returns
+    backward is the fastest if dQ may be added up in any order. `stores_dq(job, saved)` returns
     whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts an array
-    that supports only DLPack to a type that the engine supports.
+    that supports only DLPack to a type that the engine accepts.
     """
 
     OPTIONS: frozenset[str]
@@ -138,16 +138,17 @@ class Engine(Protocol):
         """Run the forward pass of `job`."""
 
     def recall(self, job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-        """Return `Outcome.saved` of a forward pass, given only its `out` (4-D) and `lse` (3-D).
+        """Return `Outcome.saved` of a forward pass, from the results `out` (4-D) and `lse` (3-D).
 
-        `UnsupportedError` is raised if the algorithm's backward pass needs other saved tensors too.
+        `UnsupportedError` is raised if the algorithm's backward pass needs more saved tensors than
+        these.
         """
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
         """Run the backward pass, with the tiling, algorithm and trace setting of `job`.
 
-        If ``job.problem.dlse`` is true, `dlse` is an array (batch, heads, n_q), like the LSE.
+        If ``job.problem.dlse`` is true, `dlse` is an array (batch, heads, n_q), the LSE's gradient.
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array of `value`, of the job's library and device; raise as `forward` would."""
+        """Return an array of `value` in the job's library; raise the same errors as `forward`."""

@@ -1,4 +1,4 @@
-"""`backend="simulator"`: runs the algorithms of `flashsim.algorithms` on the simulated memory."""
+"""`backend="simulator"`: runs the algorithms of `flashsim.algorithms` on simulated memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
-    """Return the saved tensors for the backward pass, given only the results of forward."""
+    """Return the tensors that the backward pass needs, from the results of the forward pass."""
     if job.algorithm == "standard":
         raise UnsupportedError(
             "the backward pass of 'standard' reads the probabilities that its forward pass "
@@ -165,7 +165,7 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
 
 
 def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
-    """Return the job with all live keys packed one after another, beginning with the prefix."""
+    """Return the job with all live keys packed one after another, after the shared prefix."""
     q = job.q.swapaxes(0, 1).reshape(1, job.problem.heads, job.problem.n_q, job.q.shape[-1])
     size = job.problem.page_size
     if size is not None:
@@ -204,7 +204,7 @@ def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
 def _room(
     job: Job, direction: str, hbm: Hbm, split: Split = WHOLE, parts: int = 1
 ) -> dict[str, np.ndarray]:
-    """Allocate all results of a pass in HBM, and return them by their names in the papers."""
+    """Allocate a pass's results in HBM, and return them by their names in the papers."""
     p, arrays = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
         its, dtype = shape(p, name), dtype_of(p, name)

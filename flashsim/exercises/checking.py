@@ -63,7 +63,7 @@ def graded(text: str, one: Exercise | KernelExercise) -> Marks:
 
 
 def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | None, str]:
-    """Grade the reference `rounds` times; return the fewest points (None: it fails), and why."""
+    """Grade the reference `rounds` times; return the fewest points (None if it fails) and why."""
     try:
         every = [graded(one.solution_source, one) for _ in range(rounds)]
         if isinstance(one, Exercise):

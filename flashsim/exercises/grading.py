@@ -36,9 +36,9 @@ def grade(
 ) -> tuple[Marks, Trace | None]:
     """Grade a solution inside this process; return its marks and the trace of its transfers.
 
-    The solution runs on symbolic tiles without values. This records its operations as a program,
-    which is then replayed on inputs. The code of a solution runs in this process: for files that
-    you do not trust, use `submissions.grade_file`.
+    The solution runs on symbolic tiles without values. This run records the operations as a
+    program, which the grader replays on inputs. The code of a solution runs in this process: for
+    files that you do not trust, use `submissions.grade_file`.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def judge(
 
     `handed` may come from a process that is not trusted. Messages quote `source`, the text of the
     file. If the file has more than the solution, `text` is the solution alone. Grading began at the
-    time `began` of `time.perf_counter`. Replaying the program may take `limit` seconds.
+    time `began` of `time.perf_counter`. Replaying the program may take up to `limit` seconds.
     """
     text = source if text is None else text
     trace, figures = None, dict[str, int]()
@@ -160,7 +160,7 @@ class _Judge:
     def _replayed(
         self, draws: Sequence[Mapping[str, np.ndarray]], **limits: int | None
     ) -> OpenMachine:
-        """Run the program on all draws of inputs together; return the simulated machine."""
+        """Run the recorded program on all sets of inputs at once; return the simulated machine."""
         setting = self.task.setting
         names = ("Q", "K", "V", *setting.inputs)
         arrays = {name: np.concatenate([draw[name] for draw in draws]) for name in names}
@@ -171,7 +171,7 @@ class _Judge:
     def _wrong(
         self, machine: OpenMachine, at: int, kind: str, arrays: Mapping[str, np.ndarray]
     ) -> str:
-        """Return why the results for one draw of inputs are wrong, or "" if they are right."""
+        """Return why the results for one set of inputs are wrong, or "" if they are right."""
         batch, right = self.task.problem.batch, list[str]()
         for name in self.task.outputs:
             got = machine.hbm._array(name)[at * batch : (at + 1) * batch]

@@ -51,7 +51,7 @@ def students_in(folder: Path) -> list[Path]:
 
 
 def exercises_of(roots: Sequence[Path]) -> list[KernelExercise]:
-    """Return the exercises whose file some homework folder contains; if none, all exercises."""
+    """Return the exercises that have a file in any homework folder; if none has, all exercises."""
     every = [one for one in _bundled() if one.path]
     return [one for one in every if any((root / one.path).is_file() for root in roots)] or every
 
@@ -73,7 +73,7 @@ def grade_homework(
     memory: int | None = None,
     jobs: int | None = None,
 ) -> Iterator[tuple[Path, list[tuple[Path, Marks]]]]:
-    """Grade homework folders and run their tests; yield each folder with its files and marks."""
+    """Grade homework folders and run their tests; yield each folder with the marks per file."""
 
     def graded(work: tuple[Path, KernelExercise | None]) -> tuple[Path, Marks]:
         root, one = work
@@ -94,7 +94,7 @@ def grade_homework(
 
 
 def _missing(root: Path, one: KernelExercise) -> str:
-    """Return a text that states a missing file's right path, and the files in the folder."""
+    """Return a text that states a missing file's right path and lists the files in the folder."""
     there = sorted(
         plain(str(Path(place, name).relative_to(root)), 200)
         for place, _, names in os.walk(root)

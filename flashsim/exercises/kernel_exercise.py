@@ -105,9 +105,9 @@ class KernelExercise:
 
     @property
     def cases(self) -> list[KernelCase]:
-        """The graded calls: all tasks with normal inputs, and the first one with rising scores too.
+        """The graded calls: all tasks with normal inputs, plus the first task with rising scores.
 
-        Rising scores test the running maximum, which a backward pass does not have.
+        Backward passes have no rising scores, which test the running maximum.
         """
         rising = [] if "dO" in self.given else [KernelCase(self.tasks[0], "rising")]
         return [*rising, *(KernelCase(one, "normal") for one in self.tasks)]
@@ -124,7 +124,7 @@ class KernelExercise:
 
     @cached_property
     def full_marks(self) -> dict[tuple[str, str], int]:
-        """For each operation and tensor, the bytes for full marks, summed over all graded calls."""
+        """The bytes for full marks by operation and tensor, summed over all graded calls."""
         budget = self.budget or attention_bytes
         found: dict[tuple[str, str], int] = {}
         for case in self.cases:

@@ -125,8 +125,8 @@ def _judged(
     runs, recorded = [], unpacked(data, _MOST)
     if len(recorded) != len(cases):
         raise TraceError(
-            f"the grader made {len(cases)} calls of the submission, but {len(recorded)} calls "
-            "were recorded"
+            f"the grader called the submission {len(cases)} times, but {len(recorded)} calls were "
+            "recorded"
         )
     for case, arrays, one in zip(cases, drawn, recorded, strict=True):
         values = list(one.values)
@@ -163,7 +163,7 @@ def _judged(
 
 
 def _spread(case: KernelCase) -> Any:
-    """Return the problem with the batch entries as additional heads, as in the arrays."""
+    """Return the problem with batch entries turned into heads, as in a graded call's arrays."""
     p = case.task.problem
     return replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
 

@@ -185,7 +185,7 @@ def _of_autograd(
 
 @contextmanager
 def _noted(outside: list[str], path: str, library: str) -> Iterator[None]:
-    """Append to `outside` the torch computations outside of kernels, with their source lines."""
+    """Append to `outside` each torch computation that runs outside of kernels, with its line."""
     if library != "torch":
         yield
         return
@@ -217,7 +217,7 @@ def _pallas(function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool
 
 
 def told(error: BaseException, path: str) -> str:
-    """Return an error's text, with the number of the line in the user's file that raised it."""
+    """Return an error's text, with the line number in the user's file if it is known."""
     text = str(error)[:WORDS]
     if isinstance(error, FlashSimError):
         return text

@@ -24,8 +24,8 @@ Truth = Callable[[Arrays, Problem, str], Arrays]
 def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
     """Return a function that computes a task's byte budget.
 
-    The budget has the bytes of each tensor in `once`. For `per_row_tile` (a text of one-letter
-    names), the budget has each tensor's bytes once per row tile.
+    The budget counts each tensor in `once` one time, and each tensor in `per_row_tile` (a text of
+    one-letter names) once per row tile.
     """
 
     def budget(task: Task) -> int:
@@ -78,10 +78,10 @@ def gradients(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def output_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Return, for each output of a forward pass, the sum of the absolute values of its terms.
+    """Return, per output of a forward pass, the sum of the absolute values of the output's terms.
 
-    Rounding errors are proportional to these sums. For example, O is a mean of rows of V: it may be
-    small although the rows of V are large.
+    The rounding error of a result is proportional to this sum. For example, O is a mean of rows of
+    V: it may be small although the rows of V are large.
     """
     v = np.repeat(np.abs(arrays["V"].astype(np.float64)), p.group, axis=1)
     found = attention(arrays, p, "float64")
@@ -92,10 +92,10 @@ def output_terms(arrays: Arrays, p: Problem) -> Arrays:
 
 
 def gradient_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Return, for each result of `gradients`, the sum of the absolute values of its terms.
+    """Return, per gradient, the sum of the absolute values of the gradient's terms.
 
-    Rounding errors are proportional to these sums. For example, dS is a difference of two nearly
-    equal numbers in a row with one large P.
+    The rounding error of a result is proportional to this sum. For example, dS is a difference of
+    two nearly equal numbers in a row with one large P.
     """
     q, k, v, dout = (np.abs(arrays[name].astype(np.float64)) for name in ("Q", "K", "V", "dO"))
     P = softmax(arrays, p, "float64")["P"]
@@ -130,7 +130,7 @@ def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions
     """Return a function that computes attention tile by tile, with a mistake in the loop.
 
     The maximum of a tile of scores is taken along the axis `top`, and the sum along `total`. Axis 1
-    is right; axis 0 is wrong, and possible only with square tiles. O is divided by l after the loop
+    is right, and axis 0 is wrong; only square tiles allow axis 0. O is divided by l after the loop
     (`divisions` 0), in every iteration (1), or in both places (2).
     """
 
@@ -168,7 +168,7 @@ def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
 
 
 def backward_slip(*, scale: Callable[[Problem], float], delta: float = 1.0) -> Truth:
-    """Return a function that computes wrong gradients: with another scale, or delta * `delta`."""
+    """Return a function that computes wrong gradients: from a wrong scale or delta * `delta`."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         q, k, v, dout = (arrays[name].astype(dtype) for name in ("Q", "K", "V", "dO"))

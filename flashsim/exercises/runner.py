@@ -44,7 +44,7 @@ class Ended(NamedTuple):
 
     @property
     def last(self) -> str:
-        """The last line that the process printed, shortened; or its exit status, if none."""
+        """The process's last printed line, shortened, or the exit status if nothing was printed."""
         lines = self.printed.strip().splitlines() or [f"exit status {self.status}"]
         return plain(lines[-1], 300)
 

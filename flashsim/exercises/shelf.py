@@ -67,7 +67,7 @@ def get(name: str) -> Exercise:
 
 
 def find(name: str) -> AnyExercise:
-    """Return any exercise with that name or in the file at that path; errors are as in `get`."""
+    """Return any exercise with that name or in the file at that path; errors are those of `get`."""
     if name in _bundled():
         return _bundled()[name]
     if not name.endswith(".py"):

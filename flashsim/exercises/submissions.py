@@ -42,7 +42,7 @@ MOST_FILE = 1 << 20
 
 
 class _Lines:
-    """Iterates over the lines of a text, except the first line; there may be millions."""
+    """Iterates over the lines of a text after the first, without storing millions of lines."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
@@ -137,7 +137,7 @@ def exercise_of(text: str) -> str | None:
 
 
 def missing_walls() -> list[str]:
-    """Return what a graded file's code could do on this system because no sandbox prevents it."""
+    """Return what no sandbox stops a graded file's code from doing on this system."""
     order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
     found = json.loads(_ended(order).result.splitlines()[0])["walls"]
     return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]

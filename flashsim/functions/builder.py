@@ -1,4 +1,4 @@
-"""`Builder` makes and simplifies expression graphs; `graph_of` reads a graph from a file."""
+"""`Builder` builds and simplifies expression graphs; `graph_of` reads a graph from a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Builder:
         self._known = {_key(node): n for n, node in enumerate(self.nodes)}
 
     def graph(self, root: int, name: str = "function") -> Graph:
-        """Return the graph that computes node `root`, with only the nodes and arrays it needs."""
+        """Return the graph that computes node `root`, with no unneeded nodes or arrays."""
         kept = needed(self.nodes, [root])
         arrays = sorted({self.nodes[n].value for n in kept if self.nodes[n].op == "load"})
         number = {old: new for new, old in enumerate(kept)}
@@ -52,7 +52,7 @@ class Builder:
         return self._known[key]
 
     def arg(self, name: str) -> int:
-        """Return the number of an argument's node: the float score, or the integer b, h, q or k."""
+        """Return the node number of an argument: the float score, or the integer b, h, q or k."""
         return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
 
     def const(self, value: Any) -> int:
@@ -79,7 +79,7 @@ class Builder:
         return self.put(Node("cast", (n,), None, kind))
 
     def op(self, name: str, *args: int) -> int:
-        """Return the number of a node that applies an operation, after converting its arguments."""
+        """Return the number of a node that converts arguments and applies an operation."""
         its = OPERATIONS[name]
         if name in LOGIC:
             args = tuple(self.cast(a, BOOL) for a in args)
@@ -148,7 +148,7 @@ class Builder:
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """Return a dict key for a node; equal nodes have equal keys.
+    """Return a dict key that is equal for equal nodes.
 
     A constant's key contains the constant as text, because 0, 0.0 and False are equal in Python.
     """

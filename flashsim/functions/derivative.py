@@ -1,9 +1,9 @@
 """Reverse-mode derivatives of a score function, added as nodes to the function's graph.
 
-The added nodes start from `dout`, the gradient of the loss with respect to the function's result,
-and compute the gradients of the score and of each captured element that the function reads.
-Comparisons, conversions to integers and integer operations have no derivative. Where `minimum` or
-`maximum` has two equal arguments, the first one gets the gradient.
+The added nodes compute gradients of the score and of each captured element from `dout`, the
+gradient of the function's result. Comparisons, conversions to integers and integer operations have
+no derivative. Where `minimum` or `maximum` has two equal arguments, the first one gets the
+gradient.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ DOUT = "dout"
 class Adjoints(NamedTuple):
     """A score function's graph, extended by the nodes of its derivative.
 
-    `score` is the number of the node with the score's gradient. It is None if the function's result
-    does not depend on the score. For each load of a captured element that has a gradient, `reads`
-    has a pair of node numbers (load, gradient).
+    `score` is the number of the node that computes the score's gradient. `score` is None if the
+    function's result does not depend on the score. For each load of a captured element that has a
+    gradient, `reads` has a pair of node numbers (load, gradient).
     """
 
     nodes: tuple[Node, ...]
@@ -37,7 +37,7 @@ class Adjoints(NamedTuple):
 
     @property
     def roots(self) -> list[int]:
-        """The numbers of the nodes that hold gradients: one per load, and one for the score."""
+        """The numbers of the nodes that compute gradients: one per load, and one for the score."""
         return [g for _, g in self.reads] + ([] if self.score is None else [self.score])
 
     @property
@@ -47,7 +47,7 @@ class Adjoints(NamedTuple):
 
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
-    """Return a score function's graph with gradients of `wanted` captured arrays (None: all)."""
+    """Return a score function's graph, extended by gradients of arrays `wanted` (None: all)."""
     build = Builder(graph.nodes, graph.arrays)
     gradient: dict[int, int] = {graph.root: build.put(Node("arg", (), DOUT, FLOAT))}
     reads = []
@@ -77,7 +77,7 @@ def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
 
 
 class _Terms:
-    """Shorthand methods that add the operations of a derivative to a graph."""
+    """Short methods that add a derivative's operations to a graph."""
 
     def __init__(self, build: Builder) -> None:
         self.build = build

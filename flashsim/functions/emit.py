@@ -80,7 +80,7 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 
 
 class Field(NamedTuple):
-    """A member of the struct `FlashCaptured`: an array's "data", "gradient", or axis "length"."""
+    """A member of the struct `FlashCaptured`: data, gradient or an axis's length of an array."""
 
     name: str
     what: str
@@ -92,8 +92,8 @@ class CudaSource(NamedTuple):
     """CUDA C++ code of `FlashCaptured`, `flash_mask`, `flash_score` and `flash_score_grad`.
 
     `fields` lists the members of the struct `FlashCaptured` in order: first 8-byte pointers, then
-    4-byte lengths. `arrays` has the captured arrays of the score function, followed by those of the
-    mask function. `gradients` names the captured arrays whose gradients the kernel accumulates.
+    4-byte lengths. `arrays` has the score function's captured arrays, followed by the mask
+    function's. `gradients` names the captured arrays whose gradients the kernel accumulates.
     """
 
     text: str
@@ -105,8 +105,8 @@ class CudaSource(NamedTuple):
         """Return the CUDA struct `FlashCaptured`, passed by value, as a NumPy array of one element.
 
         `data` holds the device addresses of `arrays`. Each array is contiguous, in its own element
-        type. `gradients` holds the device addresses of the float32 arrays into which the kernel
-        accumulates gradients, in the order of the attribute `gradients`.
+        type. `gradients` holds the device addresses of the kernel's float32 gradient arrays, in the
+        order of the attribute `gradients`.
         """
         addresses = list(data)
         of_gradient = dict(zip(self.gradients, gradients, strict=True))
@@ -135,22 +135,22 @@ def cuda_source(
     """Return the CUDA source of a mask and a score function, either of which may be missing.
 
     Without a mask function, every score is kept; without a score function, scores are unchanged.
-    `gradients` names the captured arrays of the score function whose gradients `flash_score_grad`
-    accumulates. `extents` holds how many values b, h, q and k can have. With `extents`, the
-    generated code does not check array indices that cannot be out of range.
+    `gradients` names the score function's captured arrays that get gradients from
+    `flash_score_grad`. `extents` has the numbers of possible values of b, h, q and k. With
+    `extents`, the generated code does not check array indices that cannot be out of range.
 
     `tile` is the number of a node in the score function's graph that loads an array element. The
     kernel loads this element in advance, so a second overload of `flash_score` takes the element as
     an argument after the score. If the load's last two indices are q and k, `flash_tile_plane`
-    returns the number of the (q, k) plane of the array that holds a head's elements. If `band` =
-    (sign, offset) is passed, the load's last index is sign * (q - k) + offset. The generated
-    function `flash_band` then returns the array's element for a distance q - k. If the index is out
-    of range, `flash_band` returns the nearest element.
+    returns the number of a head's (q, k) plane in the array. If `band` = (sign, offset) is passed,
+    the load's last index is sign * (q - k) + offset. The generated function `flash_band` returns
+    the array's element for a distance q - k. For an index out of range, `flash_band` returns the
+    nearest element.
 
-    `ramp` = (factors, steps) says that the score function adds a product to the score. The
-    product's factors are the nodes `factors`, which depend only on the head, and an integer that
-    grows by `steps` per key. The generated function `flash_ramp_step` returns by how much the
-    product grows per key.
+    With `ramp` = (factors, steps), the score function adds a product to the score. The product
+    multiplies the nodes `factors`, which depend only on the head, by an integer that grows by
+    `steps` per key. The generated function `flash_ramp_step` returns by how much the product grows
+    per key.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -208,7 +208,7 @@ def _tile_lines(
     """Return the CUDA source of the functions that use an array element loaded in advance.
 
     The source defines `flash_tile_plane` or `flash_band`, and the second overload of `flash_score`.
-    The caller adds the last closing brace.
+    The source lacks the last closing brace.
     """
     cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
     before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
@@ -231,7 +231,7 @@ def _tile_lines(
 
 
 def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
-    """Return the CUDA source of the function `flash_ramp_step`, without its last closing brace."""
+    """Return the CUDA source of the function `flash_ramp_step`, without the last closing brace."""
     return [
         "__device__ __forceinline__ float flash_ramp_step(const FlashCaptured& c, "
         "const FlashHead& at) {",
@@ -369,7 +369,7 @@ class _Cuda:
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
-        """Return the C++ statements of some nodes, such as ``const float v7 = v5 + v6;``."""
+        """Return C++ statements for a set of nodes, such as ``const float v7 = v5 + v6;``."""
         numbers = range(len(self.nodes)) if numbers is None else numbers
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
@@ -424,7 +424,7 @@ class _Cuda:
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
     def _distance(self, node: Node) -> str | None:
-        """Return C++ for a distance between positions (or its absolute value) as a float, or None.
+        """Return a distance between positions, or its absolute value, as a C++ float, or None.
 
         Positions are below 2^24, so float32 arithmetic on positions is exact.
         """
@@ -435,7 +435,7 @@ class _Cuda:
         return parts and f"{parts[0]} + {parts[1]}"
 
     def _times_distance(self, node: Node) -> str | None:
-        """Return C++, one multiply-add, for a distance times a per-head factor; otherwise None."""
+        """Return C++ for a distance times a per-head factor (one multiply-add); None if not one."""
         for a, other in (node.args, node.args[::-1]):
             if self.nodes[a].op == "cast" and self._per_head(other):
                 parts = self._parts(self.nodes[a].args[0])
@@ -445,17 +445,16 @@ class _Cuda:
         return None
 
     def _per_head(self, n: int) -> bool:
-        """Return whether a node's value depends only on the batch entry and the head."""
+        """Return True if a node's value depends only on the batch entry and the head."""
         node = self.nodes[n]
         if node.op == "arg":
             return node.value in ("b", "h")
         return all(self._per_head(a) for a in node.args)
 
     def _parts(self, n: int) -> tuple[str, str] | None:
-        """Return two C++ floats whose sum is a distance between positions, or None for other nodes.
+        """Return a distance between positions as two C++ floats, base + step; None for other nodes.
 
-        The first float, the base, is the same for several scores. The second is the step from the
-        base.
+        The base is the same for several scores.
         """
         base, step = self._part(n, "base"), self._part(n, "step")
         if base is None or step is None or "_at" not in step:
@@ -463,7 +462,7 @@ class _Cuda:
         return f"(float)({base})", f"(float)({step})"
 
     def _part(self, n: int, part: str) -> str | None:
-        """Return a sum's base or step (see `_parts`) as C++, or None for other nodes."""
+        """Return a sum's base or step (see `_parts`) as C++; None for any other node."""
         node = self.nodes[n]
         if node.op == "arg" and node.value in ("q", "k"):
             return f"{node.value}_at.{part}"
@@ -491,7 +490,7 @@ class _Cuda:
         return f"flash_{node.op}({a}, {b})"
 
     def offset(self, node: Node, axes: int | None = None) -> str:
-        """Return C++ for a loaded element's offset in its array, or in the first `axes` axes."""
+        """Return C++ for the array offset of a loaded element, using only the first `axes` axes."""
         number = self.first + node.value
         text, args = "", node.args[:axes]
         for axis, a in enumerate(args):

@@ -23,10 +23,10 @@ _NUMBA_CALLS = {
 class NumbaSource(NamedTuple):
     """Python source of two functions that process a panel (a rectangle) of scores in place.
 
-    The source `score` defines a function (S, raw, ..) that applies the score function to the scores
-    `raw`, and writes the results to S. The source `gradient` defines a function (dS, raw, ..). The
-    second function receives the gradients of the score function's results in dS, and overwrites dS
-    with the gradients of the scores `raw`. `PANEL` lists the other arguments of both functions.
+    The source `score` defines a function (S, raw, ..) that writes score_mod of the scores `raw` to
+    S. The source `gradient` defines a function (dS, raw, ..). This function replaces the gradients
+    of score_mod's results, in dS, by the gradients of `raw`. `PANEL` lists the other arguments of
+    both functions.
     """
 
     score: str
@@ -59,7 +59,7 @@ def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
 
 
 def _numba_element(spec: ArraySpec) -> str:
-    """Return the type in which the CPU engine holds a captured array: float32 for 16-bit floats."""
+    """Return the type of a captured array in the CPU engine's memory: float32 for 16-bit floats."""
     return {"bool": "uint8", "float16": "float32", "bfloat16": "float32"}.get(
         spec.dtype, spec.dtype
     )
@@ -88,7 +88,7 @@ class Written:
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int]) -> list[str]:
-        """Return the Python statements of some nodes, such as ``v7 = v5 + v6``."""
+        """Return Python statements for a set of nodes, such as ``v7 = v5 + v6``."""
         return [
             f"v{n} = {self.expression(self.nodes[n])}"
             for n in numbers
@@ -156,7 +156,7 @@ class Written:
         return f"{a} {'//' if node.op == 'floordiv' else '%'} {safe}"
 
     def offset(self, node: Node) -> str:
-        """Return the Python expression for the offset of a load's element in its array."""
+        """Return the Python expression for the array offset of a loaded element."""
         text = ""
         for n, a in zip(self.arrays[node.value].shape, node.args, strict=True):
             v = self.name(a)

@@ -12,7 +12,7 @@ from flashsim.functions.operations import FLOAT
 
 
 def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
-    """Return a graph's derivative with respect to a number that is added to each `moved` node."""
+    """Return a graph's derivative with respect to a number that is added to all nodes `moved`."""
     rates: list[Any] = []
     with np.errstate(all="ignore"):
         for n, node in enumerate(graph.nodes):

@@ -19,10 +19,10 @@ from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT, OPERATIONS
 class Node(NamedTuple):
     """One node of a graph: the operation `op`, applied to the earlier nodes numbered `args`.
 
-    `op` is one of OPERATIONS, or "arg", "const", "cast" or "load". An "arg" node is the function's
-    argument named `value`, and a "const" node is the Python number `value`. A "cast" node converts
-    its argument to the node's kind; a float is truncated to an integer. A "load" node reads
-    captured array number `value` at the integer indices `args`.
+    `op` is one of OPERATIONS, or "arg", "const", "cast" or "load". The field `value` is the
+    argument's name in an "arg" node, and the number in a "const" node. A "cast" node converts its
+    argument to the node's kind; a float is truncated to an integer. A "load" node reads element
+    `args` (integer nodes) of the captured array with number `value`.
     """
 
     op: str
@@ -32,7 +32,7 @@ class Node(NamedTuple):
 
 
 class ArraySpec(NamedTuple):
-    """A captured array's name, shape and element type; its values are not in the graph."""
+    """A captured array's name, shape and element type; the graph does not contain the values."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Graph:
 
     @cached_property
     def digest(self) -> str:
-        """A hash as hexadecimal digits; equal graphs have the same digest in every process."""
+        """A hexadecimal hash, which is equal for equal graphs in every process."""
         text = repr((self.nodes, self.root, self.arrays))
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -82,7 +82,7 @@ class Graph:
 
     @cached_property
     def depends(self) -> tuple[frozenset[str], ...]:
-        """One set per node: the names of the arguments that the node's value depends on."""
+        """One set per node, with the names of the arguments that the node's value depends on."""
         found: list[frozenset[str]] = []
         for node in self.nodes:
             own = frozenset([node.value]) if node.op == "arg" else frozenset()
@@ -91,7 +91,7 @@ class Graph:
 
     @cached_property
     def uses(self) -> frozenset[str]:
-        """The names of the arguments that the function's result depends on."""
+        """The arguments, by name, that the function's result depends on."""
         return self.depends[self.root]
 
     @cached_property
@@ -118,7 +118,7 @@ class Graph:
 
     @cached_property
     def widths(self) -> dict[str, int]:
-        """The bytes that are read from captured arrays, per head, row, column and score."""
+        """How many bytes of captured arrays the function reads per head, row, column and score."""
         found = dict.fromkeys(SIDES, 0)
         for n in self.loads:
             found[self.side(n)] += self.arrays[self.nodes[n].value].itemsize
@@ -152,7 +152,7 @@ class Graph:
         dtype: str = "float64",
         read: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
-        """Return the value of every node for these arguments, as `evaluate` computes it.
+        """Return the value that every node has when `evaluate` runs with these arguments.
 
         `read` holds the known values of load nodes, by node number.
         """
@@ -223,7 +223,7 @@ def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def add_at(total: np.ndarray, indices: Iterable[Any], each: np.ndarray) -> None:
-    """Add each value in `each` to the element of `total` at the value's indices, in float64."""
+    """Add each value of `each` to one element of `total`, at the value's indices, in float64."""
     at = tuple(np.broadcast_to(i, each.shape) for i in place(indices, total.shape))
     flat = np.ravel_multi_index(at, total.shape) if at else np.zeros(each.shape, np.int64)
     sums = np.bincount(flat.ravel(), each.ravel().astype(np.float64), total.size)

@@ -104,8 +104,8 @@ class Bounds:
     def _table(self, node: Node) -> tuple[RangeTable | None, Any, Any]:
         """Return the table of ranges of a load's array, or the array's minimum and maximum.
 
-        A table exists if the index of exactly one axis depends on q, k or the score. The table's
-        ranges are along this axis, with the minimum and maximum over the other axes.
+        The table exists only if the index of exactly one axis depends on q, k or the score. Ranges
+        run along this axis; minima and maxima are over all remaining axes.
         """
         array = self.arrays[node.value]
         kind = np.float64 if node.kind == FLOAT else np.int64
@@ -131,7 +131,7 @@ def ranges_of_integers(
 
 
 def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
-    """Return the largest absolute value of a score function's result, infinity if it is unbounded.
+    """Return a bound on the absolute value of a score function's result; infinity if unbounded.
 
     The bound holds for any scores and captured arrays.
     """
@@ -158,7 +158,7 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
-    """Return the bounds of an operation monotonic in a and b, from its values at the 4 corners."""
+    """Return bounds of an operation that is monotonic in a and b, from the values at 4 corners."""
     of = [function(x, y) for x in a for y in b]
     low = np.minimum(np.minimum(of[0], of[1]), np.minimum(of[2], of[3]))
     high = np.maximum(np.maximum(of[0], of[1]), np.maximum(of[2], of[3]))
@@ -166,7 +166,7 @@ def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval
 
 
 def _unknown(node: Node, shape: Any) -> Interval:
-    """Return bounds for a node of unknown value: the widest bounds of the node's kind."""
+    """Return the widest bounds of a node's kind, for a node of unknown value."""
     if node.kind == BOOL:
         return np.zeros(shape, np.int64), np.ones(shape, np.int64)
     if node.kind == INT:
@@ -247,14 +247,14 @@ def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
 
 
 def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
-    """Return a node's bounds, with infinity in place of NaN."""
+    """Return a node's bounds, with infinite bounds in place of NaN."""
     if node.kind != FLOAT:
         return low, high
     return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
 
 def _divided(node: Node, a: Interval, b: Interval) -> Interval:
-    """Return the bounds of a // b or a % b, the widest unless b has a single positive value."""
+    """Return bounds of a // b or a % b, which are tight only if b has a single positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)

@@ -17,9 +17,9 @@ from flashsim.functions.tracing import Traced, host_values, trace_mask
 class MaskFunction:
     """A mask function ``mask_mod(b, h, q, k)``: its graph, and the values of its captured arrays.
 
-    `arrays` has read-only copies of the captured arrays, because the schedule of tiles depends on
-    their values; `originals` has the array objects that the user passed. Two mask functions are
-    equal if their graphs and their arrays' values are equal.
+    `arrays` has read-only copies of the captured arrays, because the schedule depends on their
+    values; `originals` has the user's array objects. Two mask functions are equal if graphs and
+    captured values are equal.
     """
 
     def __init__(self, graph: Graph, originals: Iterable[Any]) -> None:
@@ -40,7 +40,7 @@ class MaskFunction:
 
     @cached_property
     def digest(self) -> str:
-        """A hash as hexadecimal digits; equal mask functions have the same digest."""
+        """A hexadecimal hash, which is equal for equal mask functions."""
         found = hashlib.sha256(self.graph.digest.encode())
         for array in self.arrays:
             found.update(np.ascontiguousarray(array).view(np.uint8).data)
@@ -75,9 +75,9 @@ class MaskFunction:
     def bounds(self, batch: int, heads: int, q: Interval, k: Interval) -> Interval:
         """Return the mask's lower and upper bounds over boxes of queries and keys.
 
-        The two bounds are (1, 1) if the mask keeps all scores of a box, (0, 0) if it keeps none,
-        and (0, 1) if neither is certain. `q` and `k` hold the first and last indices of each box.
-        Each box covers all batch entries and heads.
+        The bounds of a box are (1, 1) if all scores are kept, (0, 0) if no score is kept, and (0,
+        1) if neither is certain. `q` and `k` hold the first and last indices of each box. Each box
+        covers all batch entries and heads.
         """
         zero = np.zeros((), np.int64)
         ranges = {"b": (zero, zero + batch - 1), "h": (zero, zero + heads - 1), "q": q, "k": k}

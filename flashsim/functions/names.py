@@ -29,7 +29,7 @@ def _recorder_of(args: Iterable[Any]) -> Any:
                 continue
     raise FunctionError(
         "none of the call's arguments is computed from score, b, h, q or k, so the call cannot "
-        "be traced; pass at least one value that is"
+        "be traced; pass at least one value that is computed from them"
     )
 
 
@@ -175,7 +175,7 @@ def _trunc(x: Any) -> Any:
 
 
 def _turned(name: str) -> Callable[..., Any]:
-    """Return a function that swaps its arguments: it records a > b as b < a."""
+    """Return a function that swaps arguments, to record a > b as b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 
@@ -232,7 +232,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def by_name(name: str) -> Callable[..., Any] | None:
-    """Return the traceable function of a name such as "__rsub__" or "add_", or None without one."""
+    """Return the traceable function named, for example, "__rsub__" or "add_"; None if unknown."""
     plain = name.strip("_")
     if plain in FUNCTIONS:
         return FUNCTIONS[plain]

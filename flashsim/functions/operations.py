@@ -26,10 +26,10 @@ ELEMENTS = {
 
 
 class Operation(NamedTuple):
-    """One operation: its number of arguments, its result's kind, and its NumPy function.
+    """One operation: the number of arguments, the result's kind, and the NumPy function.
 
-    `kind` is the result's kind, or "same" if the result has the kind of the arguments. The
-    arguments are first converted to a common kind; booleans become integers.
+    `kind` is the result's kind, or "same" if the result has the kind of the arguments. Arguments
+    are first converted to a common kind, booleans to integers.
     """
 
     arity: int

@@ -66,7 +66,7 @@ def _whole(name: str, value: Any, least: int = 0) -> int:
 
 
 def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
-    """Return an array-like as an array, after checking its number of axes and its dtype's kind."""
+    """Return an array-like as an array, after checking the number of axes and the dtype's kind."""
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
     kind = np.dtype(str(array.dtype).rpartition(".")[2].replace("bfloat16", "float32")).kind
     if len(array.shape) not in ndim or kind not in kinds:
@@ -92,7 +92,7 @@ def causal(offset: int = 0) -> MaskRule:
 
 
 def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
-    """Return a sliding-window mask: a query sees `left` keys before its own, and `right` after.
+    """Return a sliding-window mask: a query sees `left` keys before its own key, `right` after it.
 
     Query q also sees its own key, ``q + offset``. If `left` or `right` is -1, there is no limit on
     that side.
@@ -199,8 +199,8 @@ def padding(lengths: Any) -> MaskRule:
 def alibi_slopes(heads: int) -> np.ndarray:
     """Return ALiBi's slopes (arXiv:2108.12409) of n heads, float32: 2^(-8 / n), 2^(-16 / n), ...
 
-    If the number of heads is not a power of two, the remaining slopes are taken from those for the
-    next larger power of two, as in the authors' code.
+    Unless n is a power of two, the remaining slopes come from the next larger power of two, as in
+    the authors' code.
     """
     heads = _whole("heads", heads, 1)
     below = 2 ** int(math.log2(heads))

@@ -262,7 +262,7 @@ class Captured(_Arithmetic):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in which `Captured` objects are replaced by the original arrays."""
+    """Return a value with the original arrays in place of `Captured` objects."""
     if isinstance(value, Captured):
         return value._array
     if isinstance(value, (tuple, list)):
@@ -271,13 +271,13 @@ def _plain(value: Any) -> Any:
 
 
 def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -> Any:
-    """Call a library function on whole captured arrays, and return its result."""
+    """Return the result of a library function that is called on complete captured arrays."""
     plain = {key: _plain(x) for key, x in keywords.items()}
     return recorder.wrap(function(*map(_plain, args), **plain), name)
 
 
 def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
-    """Return array indices without None and Ellipsis, and the array; a slice raises an error."""
+    """Return indices without None and Ellipsis, and the indexed array; a slice raises an error."""
     if Ellipsis in [k for k in keys if k is Ellipsis]:
         at = next(n for n, k in enumerate(keys) if k is Ellipsis)
         used = sum(k is not None for k in keys) - 1
@@ -334,7 +334,7 @@ LIBRARIES = ("math", "jax", "jaxlib")
 
 
 class TracedLibrary:
-    """Stands for a module such as `jax.numpy` or `math`, so that its functions accept symbols."""
+    """Stands for a module such as `jax.numpy` or `math`, so that functions accept symbols."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -349,7 +349,7 @@ class TracedLibrary:
 
 
 def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
-    """Trace a library's function if it gets symbols or captured arrays; otherwise just call it."""
+    """Trace a library function on symbols or captured arrays; call it directly on other values."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
         return _called(name, args, keywords, original)

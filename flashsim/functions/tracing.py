@@ -1,9 +1,9 @@
 """Traces a score or mask function by calling it once with symbols that record its operations.
 
 The traced function may use Python's operators, and the NumPy, torch and JAX functions that the
-module `names` lists. Expressions may index arrays of the function's closure or globals. Real arrays
-do not accept symbols as indices, so flashsim calls a copy of the function in which `Captured`
-objects replace the arrays.
+module `names` lists. The function may index arrays of its closure or globals. Real arrays do not
+accept symbols as indices, so flashsim calls a copy of the function in which `Captured` objects
+replace the arrays.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
 
 
 def _line(error: BaseException) -> str:
-    """Return, as text, the line of the user's function that raised an error."""
+    """Return the text of the line in the user's function that raised an error."""
     ours = __file__.rpartition("functions")[0]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         library = "site-packages" in frame.filename or frame.filename.startswith("<__array")
@@ -100,7 +100,7 @@ def _line(error: BaseException) -> str:
 
 
 class _Tracing:
-    """The data that tracing a function collects: a graph, captured arrays and function copies."""
+    """The data collected while tracing a function: a graph, captured arrays and function copies."""
 
     def __init__(self) -> None:
         self.builder = Builder()
@@ -113,7 +113,7 @@ class _Tracing:
     # -- captured values ------------------------------------------------------------------------
 
     def wrap(self, value: Any, name: str = "") -> Any:
-        """Return `value` with its arrays, also in items and functions, replaced by `Captured`."""
+        """Return `value` with `Captured` in place of arrays, also inside items and functions."""
         if isinstance(value, (Symbol, Captured, type)) or value is None:
             return value
         if is_array(value):
@@ -169,7 +169,7 @@ class _Tracing:
         return copy
 
     def array(self, array: Any, name: str) -> int:
-        """Return a captured array's number; the same array always has the same number."""
+        """Return a captured array's number, which is the same each time."""
         if id(array) not in self._numbers:
             dtype = str(array.dtype).rpartition(".")[2]
             if dtype not in ELEMENTS:
@@ -231,7 +231,7 @@ class _Tracing:
         return Symbol(self, self.builder.op(name, *map(self.node, args)))
 
     def cast(self, value: Any, kind: str) -> Symbol:
-        """Return a symbol for a value that is converted to a boolean, an integer or a float."""
+        """Return a symbol for a value after conversion to a boolean, an integer or a float."""
         return Symbol(self, self.builder.cast(self.node(value), kind))
 
     def kind(self, value: Any) -> str:
@@ -240,7 +240,7 @@ class _Tracing:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return the names of all globals that a function and its inner functions can read."""
+    """Return the names of all globals that a function and the inner functions can read."""
     found = set(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -249,7 +249,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Holder:
-    """Stands for a captured object, with `Captured` objects instead of its array attributes."""
+    """Stands for a captured object; array attributes are `Captured` objects instead."""
 
     def __init__(self, recorder: _Tracing, value: Any) -> None:
         self._recorder, self._value = recorder, value
@@ -266,7 +266,7 @@ _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 
 
 def _foreign(function: Any) -> bool:
-    """Return whether a function belongs to a library other than flex_attention."""
+    """Return True if a function belongs to a library, except torch's flex_attention."""
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")
 
@@ -274,7 +274,7 @@ def _foreign(function: Any) -> bool:
 def host_values(array: Any, spec: ArraySpec, *, copy: bool = True) -> np.ndarray:
     """Return a captured array's values as a NumPy array; bfloat16 becomes float32.
 
-    With `copy`, the result is a read-only copy; without, it is a view where possible.
+    With `copy`, the result is a read-only copy; otherwise, the result is a view if possible.
     """
     if hasattr(array, "detach"):  # torch
         plain = array.detach().cpu()

@@ -31,12 +31,12 @@ def dot_product_attention(
 
     As in jax.nn, `is_causal` and `local_window_size` are aligned at the top left, so query i and
     key i have the same position. The mask and the lengths are converted to a bias of shape (1 or
-    batch, 1 or heads, T, S). To avoid the memory of this bias, use `attention` with a mask function
-    (`mask_mod`) or packed sequences (`cu_seqlens_q`).
+    batch, 1 or heads, T, S). `attention` with a mask function (`mask_mod`) or packed sequences
+    (`cu_seqlens_q`) needs no such bias.
 
     For a query that sees no key, the result is zeros. For such a query, jax.nn returns the mean of
-    all values. The residual (the LSE) also differs from jax.nn's, since masked scores add no
-    rounding errors to the LSE.
+    all values. The residual (the LSE) differs from jax.nn's, because masked scores add no rounding
+    errors to the LSE.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def dot_product_attention(
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the bias plus -inf for keys that the mask or the lengths exclude."""
+    """Return the bias, with -inf added at keys that the mask or the lengths exclude."""
     added = None if bias is None else _four(taken("bias", bias), "bias", shape).astype(dtype)
     if lengths is not None:
         kept = jnp.arange(shape[3]) < lengths[:, None, None, None]
@@ -149,7 +149,7 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 def _reach(
     t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Return how many queries see a key, how many keys are seen, and the sliding window.
+    """Return the numbers of queries and keys that remain in use, and the sliding window.
 
     `jax.nn` aligns windows at the top left. The returned window is converted for flashsim's
     engines, which align at the bottom right.

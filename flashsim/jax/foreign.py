@@ -1,7 +1,7 @@
 """The XLA foreign functions ``flashsim_attention`` and ``flashsim_attention_backward``.
 
-The functions work directly on XLA's memory and, on a GPU, in XLA's stream. Under `jax.vmap` every
-array has additional leading axes, of the mapped length or 1, which become part of the batch.
+The functions work directly on XLA's memory and, on a GPU, in XLA's stream. Under `jax.vmap`, every
+array has more leading axes, of the mapped length or 1, which join the batch.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
 
 
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.backward`; return dq, dk, dv and any further gradients.
+    """Return dq, dk, dv and any other gradients that `flashsim.backward` computes.
 
-    Further gradients are those of the bias, of the sinks, and of the float arrays that the score
-    function captures, in this order.
+    The other gradients are, in order, of the bias, the sinks and the score function's float arrays.
     """
     score = question.get("score_mod")
     wanted = [] if score is None else [spec.name for spec in score.graph.differentiable]
@@ -57,7 +56,7 @@ def _graph(entry: str) -> Graph:
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Replace the graphs in `question` by traced functions, which take arrays from `arrays`."""
+    """Replace graphs in the dict `question` by traced functions, with captured arrays `arrays`."""
     for name, entry in question.pop("functions").items():
         graph = _graph(entry)
         captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
@@ -71,7 +70,7 @@ _MOST = 256
 
 
 def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
-    """Run a forward pass on XLA's memory, with a prepared launch if the pass supports one."""
+    """Run a forward pass on XLA's memory, with a prepared launch if possible."""
     layout, addresses = call.layout()
     device = _device(addresses[0])
     run = layout.runs.get(device, call)
@@ -108,7 +107,7 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Return (launch, positions of q, k and v among operands) for a forward pass, or None."""
+    """Return a prepared launch and the operand numbers of q, k and v, or None if impossible."""
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]
@@ -163,7 +162,7 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
 
 
 def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
-    """Fold each array's `jax.vmap` axes into its batch, in place; return the axes' lengths."""
+    """Fold each array's `jax.vmap` axes into the batch axis, in place; return the axes' lengths."""
     leads = {name: x.shape[: x.ndim - RANKS[name]] for name, x in arrays.items() if name in RANKS}
     lead = np.broadcast_shapes(*leads.values())
     if not lead:
@@ -181,7 +180,7 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 
 
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Separate the axes of `jax.vmap` from the batch; sum the gradients of a shared bias."""
+    """Split `jax.vmap`'s axes off the batch axis; sum gradients of a bias that entries share."""
     if not lead:
         return x
     x = x.reshape(*lead, -1, *shape[len(lead) + 1 :])

@@ -24,7 +24,7 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 class Asked(NamedTuple):
-    """The static arguments of an attention call; `functions` are score and mask graphs."""
+    """The static arguments of an attention call; `functions` has the score and mask graphs."""
 
     request: inputs.Request
     deterministic: bool | None
@@ -57,7 +57,7 @@ def attention(
     `attention` is an XLA foreign function (`jax.ffi`), which works directly on XLA's memory, both
     eagerly and under `jax.jit`. Under `jax.vmap`, the mapped axis becomes part of the batch. Calls
     with packed sequences, sinks, or score or mask functions run one after another under `jax.vmap`.
-    The backward pass needs only the inputs, out, and the LSE, which has one number per row.
+    The backward pass needs only the inputs, out and the LSE (one number per row).
     `flashsim.jax.dot_product_attention` has the arguments and the layout of
     `jax.nn.dot_product_attention`.
 
@@ -149,7 +149,7 @@ def attention(
 
 
 def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Array]]:
-    """Return a call's traced functions, and the arrays that these functions capture, by name."""
+    """Return the traced functions of a call, and a dict of the arrays that they capture."""
     made = {
         **({} if score is None else {"score_mod": trace_score(score)}),
         **({} if mask is None else {"mask_mod": trace_mask(mask)}),
@@ -178,9 +178,9 @@ _CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an eager call's cache key, or () for tracers and values that have no hash.
+    """Return the cache key of an eager call, or () if an argument is a tracer or has no hash.
 
-    The key holds the options' types too, because True equals 1.
+    The key includes the options' types, because True equals 1.
     """
     for x in (q, k, v):
         if type(x) not in _CONCRETE:
@@ -269,7 +269,7 @@ def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """Return out, (batch, heads, n_q, head_dim_v), and the LSE, (batch, heads, n_q), of attention.
+    """Return attention's out (batch, heads, n_q, head_dim_v) and LSE (batch, heads, n_q).
 
     With `gives_lse` False, the user gets no LSE, and the backward pass ignores the LSE's gradient.
     """
@@ -279,7 +279,7 @@ def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tu
 
 
 def _keep(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """Run the forward pass; also return what the backward pass needs: inputs, out and LSE."""
+    """Run the forward pass; return the results, and the backward pass's inputs, out and LSE."""
     out, lse = _attention(question, gives_lse, operands)
     return (out, lse), (operands, out, lse)
 

@@ -61,7 +61,7 @@ REFUSED = {
 
 
 class SourceLine(NamedTuple):
-    """A source line: its file, its number, and the function that contains it."""
+    """A source line: the file, the number, and the enclosing function."""
 
     file: str
     line: int
@@ -72,7 +72,7 @@ class SourceLine(NamedTuple):
 
 
 class Observer(Protocol):
-    """The interface to which a `Walker` reports what a kernel does."""
+    """The interface through which a `Walker` reports a kernel's accesses and work."""
 
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
         """Report a "load", "store" or "reduce" of the lanes for which `kept` is True."""
@@ -86,7 +86,7 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class Equation:
-    """One equation of a jaxpr, prepared so that it is quick to evaluate."""
+    """One equation of a jaxpr, prepared for quick evaluation."""
 
     run: Callable[[Equation, list[Any]], Any]
     equation: Any
@@ -113,7 +113,7 @@ class Walker:
         self._plans: dict[int, tuple[Any, list[Equation]]] = {}
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Evaluate a jaxpr and return its outputs; stores change those inputs that are refs."""
+        """Evaluate a jaxpr and return the outputs; stores change inputs that are refs."""
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, args, strict=True))
         for step in self._plan(jaxpr):
@@ -169,7 +169,7 @@ class Walker:
         return step.where
 
     def _placed(self, error: FlashSimError, step: Equation) -> FlashSimError:
-        """Add the source line and the grid's program to an error's text, unless both are there."""
+        """Add the source line and the program's grid index to an error's text, unless present."""
         if getattr(error, "placed", False):
             return error
         at = "" if self.program is None else f", in program {self.program}"
@@ -201,7 +201,7 @@ class Walker:
         return carry
 
     def _carries(self, body: Any, first: int, carry: Sequence[Any]) -> None:
-        """Remember the values that a loop carries, by their names in the user's function."""
+        """Remember the values that a loop carries, by variable name in the user's function."""
         if self.program is not None:
             names = carried_names(opened(body), first, len(carry))
             self.carried[id(opened(body))] = dict(zip(names, carry, strict=True))
@@ -408,7 +408,7 @@ ATOMICS: dict[str, np.ufunc | None] = {
 
 
 def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
-    """Return the results of a primitive, which is compiled if JAX cannot compute it eagerly."""
+    """Return a primitive's results; compile a primitive that JAX cannot compute eagerly."""
     try:
         return primitive.bind(*inputs, **params)
     except NotImplementedError:
@@ -416,7 +416,7 @@ def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
 
 
 def opened(body: Any) -> Any:
-    """Return the jaxpr of a closed jaxpr; return an open jaxpr unchanged."""
+    """Return the open jaxpr inside a closed jaxpr; return an open jaxpr unchanged."""
     return getattr(body, "jaxpr", body)
 
 
@@ -455,7 +455,7 @@ def bind_params(equation: Any) -> dict[str, Any]:
 
 
 def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split a list into three: the first `first` values, the next `second` values, and the rest."""
+    """Split a list into three lists: `first` values, `second` values, and the remaining values."""
     return (
         list(values[:first]),
         list(values[first : first + second]),
@@ -464,12 +464,12 @@ def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], li
 
 
 def spread(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return a mask broadcast to the shape of an access's lanes, or None if there is no mask."""
+    """Return an access's mask, broadcast to the shape of the access's lanes; None if unmasked."""
     return None if mask is None else np.broadcast_to(np.asarray(mask, bool), shape)
 
 
 def scratch(aval: Any, name: str) -> Ref | None:
-    """Return an on-chip buffer for a kernel's scratch argument, or None if it is a semaphore."""
+    """Return an on-chip buffer for a kernel's scratch argument, or None for a semaphore."""
     inner = getattr(aval, "inner_aval", aval)
     try:
         dtype = np.dtype(inner.dtype)

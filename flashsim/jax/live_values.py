@@ -1,8 +1,8 @@
 """Estimate a kernel's on-chip memory from its jaxpr: the values that the kernel holds at once.
 
 An intermediate array counts from the equation that computes it to the last equation that reads it.
-Loaded tiles are not included, because a trace contains them as loads. A compiled kernel may hold
-fewer values, since a compiler fuses element-wise operations.
+Loaded tiles are not included, because the trace lists loaded tiles as loads. A compiled kernel may
+hold fewer values, since a compiler fuses element-wise operations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the shape and bytes of the values that a kernel holds at its memory peak, by name.
+    """Return, by name, the shape and bytes of the values that a kernel holds at its memory peak.
 
     A name such as "2 float32" stands for two float32 values of the same shape.
     """
@@ -42,7 +42,7 @@ def _size(kind: Kind) -> int:
 
 
 def _kind(variable: Any) -> Kind | None:
-    """Return the type and shape of an intermediate array, or None if it is a scalar or a ref."""
+    """Return the type and shape of an intermediate array, or None for a scalar or a ref."""
     aval = variable.aval
     if hasattr(aval, "inner_aval") or not getattr(aval, "shape", ()):
         return None

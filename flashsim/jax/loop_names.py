@@ -11,7 +11,7 @@ from typing import Any
 
 @functools.cache
 def unpacked_names(told: str) -> tuple[str, ...]:
-    """Return the names in a loop body's line ``m, l, acc = carry``, or () if it has none."""
+    """Return the names in a loop body's line ``m, l, acc = carry``, or () without such a line."""
     found = re.fullmatch(r"\S+ at (.*):(\d+)", told)
     if found is None:
         return ()
@@ -32,7 +32,7 @@ def unpacked_names(told: str) -> tuple[str, ...]:
 
 
 def carried_names(jaxpr: Any, first: int, count: int) -> list[str]:
-    """Return the name of each value that a loop carries: the user's, or JAX's, or "carry 0"."""
+    """Return each carried value's name: the user's name, else JAX's name, else "carry 0"."""
     info = getattr(jaxpr, "debug_info", None)
     known = list(getattr(info, "arg_names", None) or ())[first : first + count]
     names = [str(name) for name in known] + [""] * (count - len(known))

@@ -1,4 +1,4 @@
-"""`trace_kernel` traces the loads and stores of the Pallas kernels that a function calls."""
+"""`trace_kernel`: traces the loads and stores of the Pallas kernels that a function calls."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def trace_kernel(
 ) -> KernelTrace:
     """Return a trace of the Pallas kernels that `function(*args)` calls: each load and store.
 
-    The function runs on the CPU, without changes: its Pallas kernels are evaluated one primitive
-    after another, and JAX evaluates everything else. The option `interpret=True` has no effect.
+    The unchanged function runs on the CPU: Pallas kernels are evaluated one primitive after
+    another, and JAX evaluates the rest. The option `interpret=True` has no effect.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def record_kernels(
     model: str | None,
     watched: tuple[int, tuple[int, ...], Look] | None = None,
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
-    """Run `function(*args)`; return its kernels' record, the tensors by code, and the result.
+    """Run `function(*args)`; return a record of all kernels, the tensors by code, and the result.
 
     `watched` is (launch, program, callback): the callback gets each access of that program.
     """
@@ -204,7 +204,7 @@ def own_lines() -> Iterator[None]:
 
 
 class PallasNotes:
-    """Records in a `Recorder` what a `Walker` reports about kernels."""
+    """Records a `Walker`'s reports about kernels in a `Recorder`."""
 
     def __init__(self, arrays: Sequence[Any], constants: Mapping[str, Any]) -> None:
         self.recorder = Recorder("pallas")
@@ -224,7 +224,7 @@ class PallasNotes:
             self._buffer(array)
 
     def _buffer(self, array: Any) -> int:
-        """Return the number of a JAX array; each distinct array has its own number."""
+        """Return a number that is unique to this JAX array."""
         if id(array) not in self._buffers:
             self._buffers[id(array)] = len(self._kept)
             self._kept.append(array)
@@ -269,7 +269,7 @@ class PallasNotes:
             )
 
     def _place(self, index: Sequence[int]) -> tuple[int, ...]:
-        """Return a program's coordinates in the record's grid, whose first axis runs fastest."""
+        """Return a program's coordinates in the recorded grid; the first axis runs fastest."""
         launch = self._launch
         assert launch is not None
         return tuple(index[axis] for axis in launch.axes)
@@ -280,7 +280,7 @@ class PallasNotes:
         self.recorder.program(self._at[1])
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Add a note: the TPU's grid returns to an output block that it has already copied back."""
+        """Note that a TPU kernel's grid returns to an output block that was already copied back."""
         assert self._launch is not None
         self.recorder.note(
             f"{self._launch.name}: the grid returns to a block of {operand.tensor.name} that was "
@@ -299,7 +299,7 @@ class PallasNotes:
             self._kept.append(array)
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Count the bytes of results that JAX computes outside of kernels; `done` notes the sum."""
+        """Count the bytes of a primitive's results, which JAX computes outside of kernels."""
         if primitive not in VIEWS:
             sizes = [
                 math.prod(v.aval.shape) * v.aval.dtype.itemsize
@@ -326,7 +326,7 @@ class PallasNotes:
             self.recorder.work("matmul", flops, line=(where.file, where.line))
 
     def _on_chip(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """Add a note if an on-chip access, which moves no HBM bytes, exceeds its buffer."""
+        """Add a note if an on-chip access, which moves no HBM bytes, exceeds the buffer."""
         outside = 0 if lanes.all_inside else reached(lanes, kept)[2]
         if outside:
             self.recorder.note(

@@ -1,4 +1,4 @@
-"""Run the grid of a `pallas_call`; one of two models decides which accesses move bytes.
+"""Runs the grid of a `pallas_call`; a GPU model or a TPU model decides which accesses move bytes.
 
 In the model ``gpu``, a block is a view of device memory, and bytes move when the kernel reads or
 writes a ref. The first axis of the grid runs fastest, as Pallas lowers programs to Triton.
@@ -39,7 +39,7 @@ class Programs(Observer, Protocol):
         """Report that a program (on a TPU, a grid step) starts."""
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Report that a TPU's grid returns to an output block that it has already copied back."""
+        """Report that a TPU's grid returns to an output block that was already copied back."""
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
         """Report that the kernel has ended; `outputs` are the kernel's results as JAX arrays."""
@@ -47,7 +47,7 @@ class Programs(Observer, Protocol):
 
 @dataclass(eq=False)
 class BlockOperand:
-    """An operand of a kernel: a tensor in device memory, and its division into blocks."""
+    """An operand of a kernel: a tensor in device memory, divided into blocks."""
 
     tensor: HbmTensor
     mapping: Any
@@ -62,13 +62,13 @@ class BlockOperand:
 
     @property
     def in_hbm(self) -> bool:
-        """Return True if the kernel gets the operand's whole tensor, and copies from it itself."""
+        """Return True if the operand stays in HBM, and the kernel itself copies parts on chip."""
         return self.space in ("any", "hbm")
 
 
 @dataclass(eq=False)
 class KernelCall:
-    """One call of a kernel: its name, its grid, and its operands with their final values."""
+    """One call of a kernel: the kernel's name, grid, and operands with final values."""
 
     name: str
     grid: tuple[int, ...]
@@ -100,7 +100,7 @@ def launcher(model: str | None, recorder: Programs):
 def launch(
     walker: Walker, recorder: Programs, equation: Any, inputs: list[Any], model: str | None
 ) -> list[Any]:
-    """Run one `pallas_call`; return its outputs as JAX arrays."""
+    """Run one `pallas_call`, and return the outputs as JAX arrays."""
     params = equation.params
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
     inputs = list(inputs)
@@ -167,7 +167,7 @@ def run_tpu(
     jaxpr: Any,
     starts: Sequence[Sequence[tuple[int, ...]]],
 ) -> None:
-    """Run a TPU kernel's grid steps in order; copy blocks to and from VMEM when they change."""
+    """Run a TPU kernel's grid steps in order; copy changed blocks to and from VMEM."""
     count = len(here.scalars) + len(here.operands)
     kept: dict[int, Any] = {}  # scratch buffers, which persist through the whole grid
     scalars = []
@@ -250,7 +250,7 @@ def run_program(
 
 
 def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid's axes in a GPU's order: fastest first, and axes of `vmap` at the end."""
+    """Return the grid's axes in a GPU's order: the fastest axis first, `vmap`'s axes last."""
     return (*(d for d in range(rank) if d not in vmapped), *reversed(vmapped))
 
 
@@ -281,9 +281,9 @@ def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ..
 def on_tpu(
     here: KernelCall, jaxpr: Any, names: Sequence[str]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the shape and bytes of each block and scratch buffer in VMEM, by name.
+    """Return, by name, the shape and bytes of each block and scratch buffer in VMEM.
 
-    One buffer per input is not counted, because the trace contains it as a loaded tile.
+    One buffer per input is not counted, because the trace lists that buffer as a loaded tile.
     """
     found = {}
     for operand in here.operands:
@@ -357,7 +357,7 @@ def held(value: Any) -> np.ndarray:
 
 
 def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[int, ...]]:
-    """Return the length, the squeezed flag and the padding of each dimension of a block."""
+    """Return each block dimension's length, squeezed flag and padding, as three sequences."""
     lengths, squeezed, before = [], [], []
     for dimension in mapping.block_shape:
         kind = type(dimension).__name__
@@ -406,7 +406,7 @@ def everything(ref: Ref) -> Lanes:
 
 
 def inner(ref: Ref) -> Lanes:
-    """Return the lanes (elements) of a ref inside its array, which a TPU's pipeline copies."""
+    """Return the lanes (elements) of a ref inside the array, which a TPU's pipeline copies."""
     start, shape = [], []
     for first, length, size in zip(ref.start, ref.shape, ref.array.shape, strict=True):
         low, high = max(first, 0), min(first + length, size)
@@ -457,7 +457,7 @@ def space_of(mapping: Any) -> str:
 
 
 def parameter_names(jaxpr: Any) -> list[str]:
-    """Return the kernel's parameter names without "_ref"; a nameless parameter gets a number."""
+    """Return the kernel's parameter names without "_ref", with numbers for nameless parameters."""
     known = getattr(jaxpr.debug_info, "arg_names", None) or ()
     given = [str(name).rpartition(".")[2] for name in known]
     given += [""] * (len(jaxpr.invars) - len(given))

@@ -1,9 +1,9 @@
-"""Refs (array references) of a Pallas kernel: which elements an access has, and their values.
+"""Refs (array references) of a Pallas kernel: which elements an access touches, and element values.
 
 A `Ref` is a window of a NumPy array, which is a tensor in device memory or an on-chip buffer.
 `locate` converts the transforms of one access (`ref[...]`, `ref.at[...]`, reshape, transpose) to
-`Lanes`, with one lane per element. As in Pallas's own interpreter, a load from a lane outside of
-the window or the array gives `poison`, and a store to such a lane has no effect.
+`Lanes`, with one lane per element. For a lane outside of the window or the array, a load gives
+`poison`, and a store has no effect, as in Pallas's interpreter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ref:
 
     @classmethod
     def whole(cls, array: np.ndarray, tensor: HbmTensor | None = None, name: str = "") -> Ref:
-        """Return a ref to the whole of an array."""
+        """Return a ref to a complete array."""
         none = (False,) * array.ndim
         return cls(array, (0,) * array.ndim, array.shape, none, tensor, name)
 
@@ -54,10 +54,10 @@ class Ref:
 class Lanes:
     """The array elements that one load or store accesses, one lane per element.
 
-    `shape` is the shape of the value that is loaded or stored. `index` selects the lanes in the
-    array, or is None if any lane is outside of the array. If the lanes are a box, `axes` has
-    (first, length, step) per dimension of the array, and `dims` lists the dimensions of the value.
-    If the lanes are not a box, `arrays` holds their coordinates.
+    `shape` is the shape of the loaded or stored value. `index` selects the lanes in the array, or
+    is None if any lane is outside of the array. For a box of lanes, `axes` has (first, length,
+    step) per dimension of the array, and `dims` lists the value's dimensions. For lanes that form
+    no box, `arrays` holds the coordinates.
     """
 
     ref: Ref
@@ -113,7 +113,7 @@ class Lanes:
         self.ref.array[tuple(at[kept] for at in self.coordinates)] = value[kept]
 
     def combine(self, operation: np.ufunc, value: np.ndarray, kept: np.ndarray | None) -> None:
-        """Combine `value` with the lanes' elements in place; lanes may share an element."""
+        """Combine `value` with the lanes' elements in place; two lanes may share one element."""
         self.ref.written = True
         kept = self.inside if kept is None else self.inside & kept
         operation.at(self.ref.array, tuple(at[kept] for at in self.coordinates), value[kept])
@@ -132,7 +132,7 @@ def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return the coordinates of a box of lanes: an array per dimension, with the axes `dims`."""
+    """Return the coordinates of a box's lanes, one array per dimension, with the axes `dims`."""
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):
@@ -152,7 +152,7 @@ def is_slice(index: Any) -> bool:
 
 
 def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
-    """Return the lanes (elements) of a ref that `transforms` select."""
+    """Return the lanes (elements) that transforms of a ref, such as indices, select."""
     axes = [(first, length, 1) for first, length in zip(ref.start, ref.shape, strict=True)]
     dims = [d for d, gone in enumerate(ref.squeezed) if not gone]
     arrays: tuple[np.ndarray, ...] | None = None
@@ -191,7 +191,7 @@ def plain(transform: Any) -> bool:
 def sliced(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Return the `axes` and `dims` (as in `Lanes`) of a box indexed by slices and integers."""
+    """Return `Lanes.axes` and `Lanes.dims` of a box that is indexed by slices and integers."""
     axes, left = list(axes), []
     for d, index in zip(dims, indices, strict=True):
         first, _, step = axes[d]
@@ -253,7 +253,7 @@ def gathered(
 
 
 def transformed(arrays: tuple[np.ndarray, ...], transform: Any) -> tuple[np.ndarray, ...]:
-    """Return lanes' coordinates after a reshape, a transpose or another index."""
+    """Return the coordinates of lanes after a reshape, a transpose or a further index."""
     kind = type(transform).__name__
     if kind == "ReshapeTransform":
         return tuple(at.reshape(transform.shape) for at in arrays)

@@ -1,9 +1,9 @@
 """Register Python functions as XLA foreign functions, and read XLA's call frames.
 
 XLA calls a function pointer with a *call frame*: arguments, result buffers to fill, attributes, and
-a table of XLA's functions. The C structures are those of ``xla/ffi/api/c_api.h``, version 0.x,
-which jaxlib contains (`jax.ffi.include_dir`); later minor versions append fields. XLA calls the
-pointer from its own thread, in which ctypes acquires the GIL.
+a table of XLA's functions. The C structures follow version 0.x of jaxlib's ``xla/ffi/api/c_api.h``
+(in `jax.ffi.include_dir`); later minor versions append fields. XLA calls the pointer from its own
+thread, in which ctypes acquires the GIL.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _STREAM = ctypes.PYFUNCTYPE(c_void_p, POINTER(_StreamGet))
 
 
 class XlaArray:
-    """The memory of an argument or a result of XLA: its `address`, `shape` and NumPy `dtype`."""
+    """One argument or result of XLA in memory: the `address`, the `shape` and the NumPy `dtype`."""
 
     def __init__(self, buffer: list[int]) -> None:
         self.address: int = buffer[_DATA]
@@ -173,7 +173,7 @@ class ForeignCall:
         return [XlaArray(buffer) for buffer in self._made]
 
     def looks(self) -> tuple[Any, ...]:
-        """Return each argument's type and shape, as a key for caches."""
+        """Return a cache key: each argument's type and shape."""
         return tuple(
             (_low(x[_DTYPE]), ctypes.string_at(x[_DIMS], 8 * x[_RANK])) for x in self._given
         )
@@ -199,12 +199,12 @@ class ForeignCall:
 
 
 class Layout:
-    """Everything that all runs of a foreign call have in common, except the arrays' addresses.
+    """The parts of a foreign call that stay the same from run to run, unlike the arrays' addresses.
 
-    XLA keeps a call's structures in memory, and writes the arrays' addresses into them before each
-    run. XLA may also free the structures and reuse their memory. So `addresses` checks that their
-    whole content is unchanged, and follows no changed pointer. Callers may store prepared launches
-    in the dict `runs`.
+    XLA keeps a call's structures in memory, and writes the arrays' addresses into the structures
+    before each run. XLA may also free the structures and reuse their memory. So `addresses` first
+    checks that the structures are unchanged, and follows no changed pointer. Callers may store
+    prepared launches in the dict `runs`.
     """
 
     def __init__(self, frame: tuple[int, ...]) -> None:
@@ -287,7 +287,7 @@ def _read(span: int) -> str:
 
 
 def _version(api: int) -> tuple[int, int]:
-    """Return the version of jaxlib's FFI; up to JAX 0.8, only the header file has the version."""
+    """Return the version of jaxlib's FFI, which up to JAX 0.8 only the header file contains."""
     if api:
         version = _Api.from_address(api).version
         return version.major, version.minor
@@ -301,7 +301,7 @@ _REGISTERED: list[Any] = []
 
 
 def register(name: str, platform: str, function: Callable[[ForeignCall], None]) -> None:
-    """Make XLA call `function` for the target `name` on a platform, "cpu" or "CUDA".
+    """Register `function` as XLA's target `name` on a platform, "cpu" or "CUDA".
 
     An exception in `function` becomes an error of XLA's computation, with the same text.
 

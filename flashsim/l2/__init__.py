@@ -1,9 +1,9 @@
 """A model of the L2 cache between HBM and the SMs, which predicts DRAM bytes.
 
-For each thread block of a kernel, the package lists the requests to L2 tile by tile, interleaves
-the blocks' requests as the SMs issue them, and replays the requests through a simulated cache. The
-reference docs/reference/predictions.md says what the model leaves out, and compares its predictions
-with hardware counters.
+The package lists the L2 requests of each thread block tile by tile, interleaves the requests in the
+SMs' order, and replays all requests through a simulated cache. The page
+docs/reference/predictions.md lists what the model leaves out, and compares predictions with
+hardware counters.
 """
 
 from flashsim.l2.curve import Curve

@@ -30,11 +30,10 @@ def _unlink(links, tile):
 def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
     """Count the bytes that requests read from DRAM, and the bytes that evictions write to DRAM.
 
-    The cache is fully associative, holds whole tiles, and evicts the least recently used tile.
-    `capacity` and each tile's `size` are in bytes. `links`, int32 (tiles + 1, 2), `state`, uint8
-    (tiles + 1), and `used`, int64 (1,), hold the cache's state, and are changed in place. Each
-    tile's bytes that are read from DRAM are added to `fetched`, and the bytes written to DRAM to
-    `lost`, int64 (tiles,).
+    The cache is fully associative, holds complete tiles, and evicts the least recently used tile.
+    `capacity` and each tile's `size` are in bytes. The cache's state, changed in place, is `links`,
+    int32 (tiles + 1, 2), `state`, uint8 (tiles + 1), and `used`, int64 (1,). Each tile's DRAM reads
+    are added to `fetched`, and DRAM writes to `lost`, int64 (tiles,), in bytes.
     """
     end = len(links) - 1
     for r in range(len(ids)):
@@ -78,7 +77,7 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Store a line in an empty way of its set, or the least recently used way; return the way."""
+    """Store a line in an empty or the least recently used way of the line's set; return the way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:
@@ -102,15 +101,15 @@ def replay_sets(
     """Count the lines that requests read from DRAM, and the lines that evictions write to DRAM.
 
     The cache is set-associative with partitions. An SM sends all its requests to its own partition.
-    If a line's home is the other partition, the SM's partition reads the line through that other
-    partition, and both partitions keep a copy. A store or a reduction goes to the line's home
-    partition, and a copy of the line in the other partition is dropped.
+    If a line's home is the opposite partition, the line is read through the home, and both
+    partitions keep a copy. A store or a reduction goes to the line's home partition, and drops any
+    copy in the opposite partition.
 
-    Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``. `place_of`, int32,
-    `home_of`, uint8, and `tile_of`, int32, have each line's set, home partition and tile. `held`,
-    int32, `touched`, int64, `dirty`, bool (partitions, sets, ways), and `clock`, int64 (1,), hold
-    the cache's state, and are changed in place. Each tile's lines that are read from DRAM are added
-    to `fetched`, and the lines written to DRAM to `lost`, int64 (tiles,).
+    Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``. Each line has a set
+    (`place_of`, int32), a home partition (`home_of`, uint8) and a tile (`tile_of`, int32). The
+    cache's state, changed in place, is `held`, int32, `touched`, int64, and `dirty`, bool, each
+    (partitions, sets, ways), and `clock`, int64 (1,). Each tile's DRAM reads are added to
+    `fetched`, and DRAM writes to `lost`, int64 (tiles,), in lines.
     """
     partitions = held.shape[0]
     for r in range(len(ids)):

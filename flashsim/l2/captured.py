@@ -1,8 +1,8 @@
 """The cache lines of captured arrays that a tile touches, and the requests for them.
 
 A captured array has no tiles, because a score or mask function reads the array at any index. So the
-array is divided into cache lines, and the index expressions are evaluated to find the lines that
-each tile touches. Sinks are treated as a captured array that is indexed by the head.
+index expressions are evaluated, to find the cache lines of the array that each tile touches. Sinks
+are treated as a captured array that is indexed by the head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ElementAccess(NamedTuple):
     """One place in a score or mask function that reads an array element: load `node` of `graph`.
 
     `values` holds the captured arrays' values if they are known. `first` is the byte offset of the
-    array's first element in its tensor.
+    array in the tensor that contains all of a function's arrays.
     """
 
     graph: Graph
@@ -47,17 +47,17 @@ class ElementAccess(NamedTuple):
 
     @property
     def side(self) -> str:
-        """What the array index depends on: one of the names in SIDES, such as "row"."""
+        """The part of a tile that the array index depends on: a name in SIDES, such as "row"."""
         return self.graph.side(self.node)
 
 
 def lined(name: str) -> str:
-    """Return the name under which a tensor's cache lines are numbered, such as `F` for `F_own`."""
+    """Return the name that stands for a tensor's cache lines, such as `F` for `F_own`."""
     return name.removesuffix("_own") if name.startswith(("F_", "M_")) else name
 
 
 def line_sizes(problem: Problem, name: str) -> np.ndarray:
-    """Return the bytes in each cache line of a tensor; each line has parts of one array only."""
+    """Return the bytes in each cache line of a tensor; a line never spans two arrays."""
     sizes = [_lines_of(nbytes) for nbytes in _array_bytes(problem, name)]
     return np.concatenate(sizes) if sizes else np.zeros(0, np.int64)
 
@@ -113,8 +113,8 @@ def accesses(problem: Problem, tensor: str, outer: str) -> list[ElementAccess]:
 class Touched:
     """The cache lines that one array access touches, for every head and tile.
 
-    The lines differ per row tile, per column tile or per tile pair: `axis` is ROW, COL or TILE.
-    `count` is the number of tiles per head along `axis`.
+    The lines differ per row tile, column tile or tile pair (`axis` is ROW, COL or TILE). `count` is
+    the number of tiles per head along `axis`.
     """
 
     def __init__(self, access: ElementAccess, schedule: Schedule, *, masked_only: bool) -> None:
@@ -147,7 +147,7 @@ class Touched:
             spec = graph.arrays[graph.nodes[self.access.node].value]
             raise UnsupportedError(
                 f"{graph.name} indexes the captured array {spec.name} with elements of another "
-                "captured array, whose values a Problem does not keep for the L2 model; use "
+                "captured array, but the L2 model does not know these elements; use "
                 "level='requested'"
             )
         nodes = (
@@ -156,7 +156,7 @@ class Touched:
         return Graph(tuple(nodes), graph.root, graph.arrays, graph.name)
 
     def _elements(self, index: list[tuple[int, int, int]], b, h, q, k) -> np.ndarray:
-        """Return the flat numbers of the array elements that the given indices select."""
+        """Return the flat numbers of the array elements that the indices select."""
         if not index:
             return np.zeros((), np.int64)
         given = {"b": b, "h": h, "q": q, "k": k, "score": 0.0}
@@ -169,7 +169,7 @@ class Touched:
         return total
 
     def _tiles(self) -> np.ndarray:
-        """Return the (row tile, column tile) pairs whose lines are needed, shape (pairs, 2)."""
+        """Return an array (pairs, 2): the pairs (row tile, column tile) whose lines are needed."""
         s, side = self.schedule, self.access.side
         if self.axis == TILE:
             ptr, col, kind = s.row_csr
@@ -184,8 +184,8 @@ class Touched:
     def sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sets of lines that tiles touch, in CSR form, as ``(ptr, lines, number)``.
 
-        In heads of variant v, tile t touches the lines of set ``number[v, t]``, plus the head's
-        `shift`. The set of a tile that is not visited is empty.
+        In heads of variant v, tile t touches the lines of set ``number[v, t]``, moved by the head's
+        `shift`. An unvisited tile has an empty set of lines.
         """
         pairs, s, side = self._tiles(), self.schedule, self.access.side
         # Tiles of the same row, column or head have the same set if the index says so.
@@ -230,10 +230,10 @@ class Touched:
 
 
 class Requests:
-    """Inserts placeholders for a kernel's array accesses, and replaces them by cache lines.
+    """Inserts placeholders for a kernel's array accesses, and replaces placeholders by cache lines.
 
-    The function `interleave.weave` handles only numbers of tiles. So each array access gets one
-    placeholder number per head and tile. The first placeholder is `start`.
+    Each array access gets one placeholder per head and tile, because `interleave.weave` handles
+    only tile numbers. Placeholders are numbers from `start` on.
     """
 
     def __init__(self, schedule: Schedule, tiles: int) -> None:
@@ -250,7 +250,7 @@ class Requests:
             first, self.next = self.next, self.next + p.batch * p.heads * touched.count
             if self.next > INT32:
                 raise UnsupportedError(
-                    f"the L2 model numbers at most {INT32:,} pairs of a head and a tile, but the "
+                    f"the L2 model supports at most {INT32:,} pairs of a head and a tile, but the "
                     f"captured arrays of {access.graph.name} need more; use larger tiles, fewer "
                     "heads or a shorter sequence, or level='requested'"
                 )
@@ -262,7 +262,7 @@ class Requests:
     ) -> tuple[np.ndarray, np.ndarray] | int:
         """Return ``(ids, codes)`` with placeholders replaced by cache lines.
 
-        If there would be more than `most` requests, the method returns only their number.
+        Above `most` requests, the method returns only the number of requests.
         """
         if not self.touched:
             return ids, codes
@@ -288,7 +288,7 @@ class Requests:
     def _sets(
         ids: np.ndarray, first: int, touched: Touched
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return an array access's placeholders: positions in `ids`, line sets, and heads."""
+        """Return an access's placeholders: positions in `ids`, numbers of line sets, and heads."""
         stop = first + len(touched.variant) * touched.count
         mine = np.flatnonzero((ids >= first) & (ids < stop))
         heads, tile = np.divmod(ids[mine].astype(np.int64) - first, touched.count)

@@ -1,10 +1,10 @@
-"""A disk cache for Numba's compiled code; if the disk fails, the code is compiled again.
+"""A disk cache for Numba's compiled code; after a disk failure, Numba compiles the code anew.
 
-Numba's own cache raises an error if no folder is writable, if the disk is full and, on every call,
-if one of its files is truncated. With this module's cache, a failure of the disk only costs one
-compilation and prints a line to stderr. Stored code is used only if the key and the checksum stored
-with the code are right. A checksum does not show who wrote a file, and loading a file runs the code
-in it. So the cache does not use a folder to which other users can write.
+Numba's own cache raises an error if no folder is writable, the disk is full, or a cache file is
+truncated. With this module's cache, a failure of the disk only costs one compilation and prints a
+line to stderr. Stored code is used only if the key and the checksum stored with the code are right.
+Because loading a file runs the file's code, the cache does not use a folder to which other users
+can write.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def keep(function: Any) -> Any:
 
 
 def kept(function: Any) -> bool:
-    """Return whether the compiled code of `function` can be cached on disk."""
+    """Return True if the compiled code of `function` can be cached on disk."""
     return isinstance(function._cache, _Disk)
 
 
@@ -53,11 +53,11 @@ class _Disk(FunctionCache):
         )
 
     def open_to_others(self, source: str) -> Path | None:
-        """Return the path of the cache's folder, or of a file in it, that another user can change.
+        """Return a path (the cache's folder or a file in it) that another user can change, or None.
 
-        The result is None if there is no such path. The owner of the folder must be this user,
-        root, or the owner of the source file, whose code runs anyway. The folder's group may have
-        write access only if it is one user's private group, as on systems with umask 002.
+        The owner of the folder must be this user, root, or the owner of the source file, whose code
+        runs anyway. The folder's group may have write access only if it is one user's private
+        group, as on systems with umask 002.
         """
         if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
             return None
@@ -99,9 +99,8 @@ class _Disk(FunctionCache):
 class _Files(IndexDataCacheFile):
     """Numba's cache files, with entries that also store their key and a checksum.
 
-    Numba writes a cache's index before the entry itself, and restarts the numbering of files when
-    sources change. So after a failed write, the index may point to an older entry, whose key
-    differs from the requested key.
+    After a failed write, Numba's index may point to an older entry with a different key, because
+    Numba writes the index first and reuses file numbers.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -110,7 +109,7 @@ class _Files(IndexDataCacheFile):
         super().save(key, (key, hashlib.sha256(blob).digest(), blob))
 
     def load(self, key: Any) -> Any:
-        """Return the cache's entry for this key, or None if there is none."""
+        """Return the cache's entry for this key, or None without an entry."""
         entry = super().load(key)
         if entry is None:
             return None

@@ -48,7 +48,7 @@ class Curve:
 
     @classmethod
     def measure(cls, stream: Stream, size: np.ndarray) -> Curve:
-        """Compute the curve from one kernel's requests, in one pass over them."""
+        """Compute the curve in one pass over a kernel's requests."""
         from flashsim.l2.distances import COLD, distances
 
         near, strayed = distances(stream.ids, stream.codes, size)
@@ -77,7 +77,7 @@ class Curve:
         return int(self.most - (self.saved[-1] if len(self.saved) else 0))
 
     def enough(self) -> int:
-        """Return the least size of L2, in bytes, at which each tile is read from DRAM only once."""
+        """Return the smallest L2, in bytes, with which each tile is read from DRAM only once."""
         return int(self.steps[-1]) if len(self.steps) else 0
 
     @staticmethod
@@ -91,7 +91,7 @@ class Curve:
 
 
 def _cumulative(at: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values of `at`, ascending, and the sums of `nbytes` up to each value."""
+    """Return the distinct values of `at`, ascending, and the cumulative sums of `nbytes`."""
     from flashsim.l2.distances import tally
 
     steps, sums = tally(at, nbytes)

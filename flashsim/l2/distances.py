@@ -36,17 +36,17 @@ def _sum(tree, at):
 @keep
 @njit
 def distances(ids, codes, size):
-    """Return each request's stack distance in bytes, and the largest distance after each write.
+    """Return each request's stack distance, and the largest distance after each write, in bytes.
 
-    A request's stack distance is the total size of all distinct tiles that were requested since the
-    last request for its own tile, including its own tile (COLD for a tile's first request). A
-    request hits in a cache of C bytes exactly if its distance is at most C (Mattson et al. 1970).
-    Between two writes of a tile, a cache of C bytes writes the tile to DRAM exactly if the largest
-    distance of the tile's requests after the first write exceeds C.
+    A request's stack distance is the size of all distinct tiles requested since the tile's last
+    request, the tile included (COLD for a first request). A request hits in a cache of C bytes
+    exactly if its distance is at most C (Mattson et al. 1970). Between two writes of a tile, a
+    cache of C bytes writes the tile to DRAM exactly if a request after the first and up to the
+    second write has a distance above C.
 
-    The second result has, for each store or reduction, the largest distance of its tile's requests
-    up to and including the next write. If the tile is not written again, the distance of an
-    imagined request at the end counts too. For a load, the second result is -1.
+    The second result has, per store or reduction, the largest distance of the tile's requests up to
+    the next write. After a tile's last write, an imagined request at the end also counts. For a
+    load, the result is -1.
     """
     tiles, n = len(size), len(ids)
     room = max(4 * tiles, 1024)
@@ -97,10 +97,10 @@ def distances(ids, codes, size):
 @keep
 @njit
 def tally(keys, weights):
-    """Return the distinct keys, in no particular order, and the sum of each key's weights.
+    """Return the distinct integers in `keys`, unordered, and the sum of the weights per integer.
 
-    The keys must be at least 0. A hash table is much faster than sorting, because millions of
-    requests have only a few thousand distinct distances.
+    All integers must be at least 0. A hash table beats sorting, because millions of requests have
+    only thousands of distinct distances.
     """
     bits = 12
     table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)
@@ -126,7 +126,7 @@ def tally(keys, weights):
 @keep
 @njit
 def _find(table, key):
-    """Return a key's index in a hash table (a power of two long), or the free slot for the key."""
+    """Return a key's slot, or the free slot for the key, in a hash table of power-of-two length."""
     mask = len(table) - 1
     at = (key * 0x9E3779B97F4A7C1 >> 20) & mask  # Fibonacci hashing
     while table[at] >= 0 and table[at] != key:

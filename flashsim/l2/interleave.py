@@ -19,7 +19,7 @@ POLL = 0.02
 @keep
 @njit
 def _earlier(time, a, b):
-    """Return whether slot a makes its next requests before slot b; ties go to the lower slot."""
+    """Return True if slot a makes the next requests before slot b; ties go to the lower slot."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
@@ -72,32 +72,31 @@ def weave(
     """Write all requests of one kernel in the order in which the SMs issue them; return how many.
 
     Block b belongs to loop ``walks[b]``, which visits the tiles of one head or of one group of
-    query heads. Block b owns the entry ``outer = outers[b]``, which is an outer tile or one part of
-    its keys. The block makes the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for
-    each of `members` query heads. Each `cluster` consecutive blocks own the same entry, and divide
-    the entry's visits into consecutive ranges. The cluster's first block also makes the requests
-    before and after the visits. Blocks run in ``len(time)`` slots; when a block ends, the next
-    block starts in its slot. A visit takes 1 unit of time, plus a random number between -`jitter`
-    and `jitter`. If `ranks` is not empty, `cluster` is 1, and visit v waits until ``ranks[v]``
-    other visits to its inner tile have started. `turn` is the least time between the starts of two
-    visits to the same inner tile.
+    query heads. Block b owns the entry ``outer = outers[b]``, an outer tile or one part of a tile's
+    keys. The block makes the visits ``inner[ptr[outer]:ptr[outer + 1]]`` once per query head (of
+    `members`). Clusters of n consecutive blocks (n = `cluster`) own one entry, and divide the
+    visits into consecutive ranges. The cluster's first block also makes the requests before and
+    after the visits. Blocks run in ``len(time)`` slots; when a block ends, the next block starts in
+    the same slot. A visit takes 1 unit of time, plus a random number between -`jitter` and
+    `jitter`. With `ranks`, `cluster` is 1, and visit v waits until ``ranks[v]`` visits to the same
+    inner tile have started. `turn` is the least time between the starts of two visits to the same
+    inner tile.
 
     `tile_of`, int32 (outers,), has the outer tile of each entry. `several`, bool (outers,), is True
-    for an entry that is one of several parts of its tile. `requests`, int64 (n, 6), has the columns
+    for an entry that is one of a tile's several parts. `requests`, int64 (n, 6), has the columns
     op, axis, owner, first tile number, tiles per head, column tiles. `parts` (5,) splits the rows
-    of `requests` into four sections: before, at and after the visits, and after the visits of one
-    of several parts. `head_of`, int32 (3, heads), has the numbers of each query head's query, key
-    and bias matrix. With `in_step`, a block makes each visit for all `members` query heads before
-    the next visit. A block that is `flipped`, bool (blocks,), makes its visits in reverse order.
-    `sides`, uint8 (slots,), has the partition of each slot's SM. `pace`, float64 (slots,), has the
-    relative time of a visit on each slot: less than 1 if fewer blocks share the slot's SM than
-    share other SMs.
+    of `requests` into four sections: before, at and after the visits of a tile, and after the
+    visits of a part. `head_of`, int32 (3, heads), has the numbers of each query head's query, key
+    and bias matrix. With `in_step`, all `members` query heads make a visit before the block's next
+    visit. A block that is `flipped`, bool (blocks,), makes its visits in reverse order. `sides`,
+    uint8 (slots,), has the partition of each slot's SM. `pace`, float64 (slots,), has each slot's
+    relative time per visit, less than 1 on SMs that run fewer blocks.
 
     The results are written to `out`, int32 (tile numbers), and `codes`, uint8. Four work arrays
     have one element per slot. `time`, float64, and `done`, int64, start as zeros. `block`, int64,
-    starts as the numbers of the first blocks, and `heap`, int64, as the numbers of the slots. Two
-    work arrays, (query heads, inner tiles), start as zeros. `turns`, int32, holds how many visits
-    to an inner tile have started. `since`, float64, holds when the next visit may start.
+    starts with the first blocks' numbers, and `heap`, int64, with the slots' numbers. Two work
+    arrays, (query heads, inner tiles), start as zeros. `turns`, int32, holds how many visits to an
+    inner tile have started. `since`, float64, holds when the next visit may start.
     """
     blocks = len(walks)
     n, no_inner, draw = np.int64(0), np.int64(0), np.int64(seed)

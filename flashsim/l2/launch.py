@@ -129,7 +129,7 @@ class L2Model:
         return 1 if self.ways is None else self.partitions or device.l2_partitions
 
     def sides(self, slots: int, device: Device) -> np.ndarray:
-        """Return each slot's L2 partition, uint8 (slots,); the SMs are divided at random."""
+        """Return the L2 partition of each slot's SM, uint8 (slots,); SMs are divided at random."""
         halves = np.arange(device.sm_count) % self.parts(device)
         return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
 
@@ -175,8 +175,8 @@ class L2Model:
         """Return each thread block's loop number and outer tile (int32), in the order of start.
 
         Each head, or each group of query heads, has one loop. `visits` has the number of visits of
-        each outer tile, or of each part if keys are split. `columns` has the column tiles in the
-        order of `launch="in-turns"`, if the kernel adds to dQ in a fixed order.
+        each outer tile, or of each part if keys are split. For a fixed order of additions to dQ,
+        `columns` has the column tiles in the order of `launch="in-turns"`.
         """
         walks, tiles = heads_of(stage, schedule.problem)[0], len(visits)
         tile_order = np.arange(tiles)
@@ -200,8 +200,8 @@ class L2Model:
     ) -> np.ndarray:
         """Return the number of the wave in which each of `blocks` thread blocks starts.
 
-        With `walk="in-step"`, each head group takes the same whole number of waves, as in
-        kernels/hopper/tile_scheduler.cuh.
+        With `walk="in-step"`, every head group takes the same integer number of waves
+        (kernels/hopper/tile_scheduler.cuh).
         """
         at_once = max(min(self.slots(stage, schedule, device), blocks), 1)
         block = np.arange(blocks)
@@ -212,7 +212,7 @@ class L2Model:
         return block // whole * each + block % whole // at_once
 
     def _together(self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device) -> int:
-        """Return how many loops (heads, or groups of query heads) form one group of the launch."""
+        """Return the size of a launch's groups, in loops (heads, or groups of query heads)."""
         if self.launch not in ("grouped", "in-turns"):
             return heads_of(stage, schedule.problem)[0]
         return self.heads_in_group or clump_size(

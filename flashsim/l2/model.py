@@ -28,7 +28,7 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """DRAM bytes of one kernel by tensor; `pending` bytes are dirty in L2 when the kernel ends."""
+    """One kernel's DRAM bytes by tensor; `pending` bytes are dirty in L2 as the kernel ends."""
 
     name: str
     read: dict[str, int]
@@ -39,7 +39,7 @@ class StageDram:
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Dram:
-    """The predicted DRAM traffic of a pass.
+    """The predicted DRAM traffic of a forward or backward pass.
 
     Attributes
     ----------
@@ -145,7 +145,7 @@ class Dram:
 
 @own_errors
 def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
-    """Predict the DRAM traffic of a pass: replay its requests through its device's L2.
+    """Predict the DRAM traffic of a pass, by replaying all requests through the device's L2.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]
 
 
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
-    """Return `model`, or the default model for None, after checking that it supports the pass."""
+    """Return `model` (None: the default model), after checking that the model supports the pass."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):
@@ -235,7 +235,7 @@ class _WholeTiles:
         return self.tiles.by_tensor(fetched), self.tiles.by_tensor(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache, and return the number of dirty bytes that it held, by tensor."""
+        """Empty the cache, and return the dirty bytes by tensor."""
         from flashsim.l2.caches import DIRTY
 
         dirty = self.tiles.by_tensor(self.tiles.size * (self.state[:-1] == DIRTY))
@@ -244,11 +244,11 @@ class _WholeTiles:
 
 
 class _Sets:
-    """A cache like a GPU's L2, simulated by `caches.replay_sets` for a sample of its sets.
+    """A cache like a GPU's L2; `caches.replay_sets` simulates a sample of the sets.
 
-    A set can contain only the lines that hash to it, so a sample of the sets represents all sets
-    (set sampling: Kessler, Hill and Wood, 1994). The same fraction of each tile's lines is in the
-    sample. The counts of a tensor's sampled lines are scaled up to all of the tensor's bytes.
+    Each line hashes to one set, so a sample of sets represents all sets (set sampling: Kessler,
+    Hill and Wood, 1994). The same fraction of each tile's lines is in the sample. Counts of a
+    tensor's sampled lines are scaled up to all bytes of the tensor.
     """
 
     def __init__(self, tiles: TileNumbers, device: Device, model: L2Model) -> None:
@@ -299,7 +299,7 @@ class _Sets:
         return self._bytes(fetched), self._bytes(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache, and return the number of dirty bytes that it held, by tensor."""
+        """Empty the cache, and return the dirty bytes by tensor."""
         lines = self.held[self.dirty & (self.held >= 0)]
         dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
         self._empty()

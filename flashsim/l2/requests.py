@@ -1,4 +1,4 @@
-"""Converts a schedule to one kernel's requests to L2: tile numbers, in the order of issue."""
+"""Converts a schedule to each kernel's requests to L2: tile numbers, in the order of issue."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class TileNumbers:
             if at > MOST_TILES:
                 raise UnsupportedError(
                     f"the L2 model replays at most {MOST_TILES:,} distinct tiles, but this "
-                    f"problem's tensors, counted up to {name}, have {at:,}; use larger tiles, "
-                    "fewer heads or a shorter sequence"
+                    f"problem's tensors have at least {at:,}; use larger tiles, fewer heads or a "
+                    "shorter sequence"
                 )
             sizes.append(np.tile(self._sizes(name, tensor), owners) if lines is None else lines)
         self.size = np.concatenate(sizes)
@@ -111,7 +111,7 @@ class TileNumbers:
 
 
 def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
-    """Return the numbers of the tiles of every tensor that the pass loads, stores or reduces."""
+    """Return numbers for the tiles of each tensor that the pass loads, stores or reduces."""
     used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
     return TileNumbers(problem, schedule, [*dict.fromkeys(map(captured.lined, used))])
 
@@ -119,7 +119,7 @@ def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
     """Return the number of tiles that one kernel requests, summed over all heads.
 
-    A tile's elements of captured arrays count as one request per array access in the function.
+    Captured arrays count as one request per tile and array access in the function.
     """
     before, each, whole, rest = (
         sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)
@@ -136,17 +136,17 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
 
 
 def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
-    """Return the number of L2 requests that one move makes each time it moves a tile."""
+    """Return the number of L2 requests per tile of one move."""
     if captured.lined(move.tensor) in captured.LINED and move.transfers:
         return len(captured.accesses(problem, move.tensor, stage.outer))
     return int(move.transfers)
 
 
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
-    """Return a stage's moves in four lists: before the visits, at each visit, and two after visits.
+    """Return a stage's moves in four lists: before visits, at each visit, and two after visits.
 
-    The third list is used after an outer tile whose keys are not split, and the fourth list after
-    one of several parts of a tile's keys.
+    The third list is for an outer tile with unsplit keys, and the fourth list for one of several
+    parts.
     """
     if stage.parts != "walks":
         return stage.before, stage.visit, stage.after, ()
@@ -168,7 +168,7 @@ def stream(
     device: Device,
     model: L2Model,
 ) -> Stream:
-    """Return one kernel's requests to L2, interleaved as its thread blocks would issue them.
+    """Return one kernel's requests to L2, interleaved as thread blocks would issue requests.
 
     Raises
     ------
@@ -236,10 +236,9 @@ def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
-    """Return the relative time (at most 1) of one visit in each slot, where a thread block runs.
+    """Return the relative time (at most 1) of one visit in each slot of an SM.
 
-    If the SMs cannot share the slots equally, some SMs run fewer blocks than others. Blocks on such
-    SMs are faster, because the blocks on one SM share its units.
+    Blocks on an SM share execution units, so blocks are faster on SMs with fewer blocks.
     """
     sm = np.arange(slots) % device.sm_count
     sharing = np.bincount(sm)[sm]
@@ -257,9 +256,9 @@ def _visits(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return each thread block's visits and outer tile, as ``(ptr, inner, tile_of, several)``.
 
-    A block owns an outer tile. If a row tile's keys are split over several blocks, each of these
-    blocks owns one part (`several` is True). In a stage that merges partial results of split keys,
-    a block owns a row tile with several parts, and visits those parts.
+    A block owns an outer tile. If a row tile's keys are split over several blocks, each block owns
+    one part (`several` is True). In a stage that merges partial results, a block owns a row tile,
+    and visits the row tile's parts.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -293,10 +292,10 @@ def _requests(
     *,
     merges: bool,
 ) -> list[tuple[int, ...]]:
-    """Return rows of the table of requests that `weave` reads, one per move between HBM and SRAM.
+    """Return the table of requests for `weave`, with one row per move between HBM and SRAM.
 
-    A move of captured arrays' elements has one row per array access in the score or mask function.
-    In a merging kernel, the inner tiles are the parts of the keys.
+    A move of captured arrays has one row per array access in the score or mask function. In a
+    merging kernel, the inner tiles are the parts of the keys.
     """
     rows: list[tuple[int, ...]] = []
     for move in moves:
@@ -314,8 +313,8 @@ def _requests(
 def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
     """Return each query head's query, key and bias matrix numbers, int32 (3, batch * heads).
 
-    In a kernel that loops over the matrices of a bias, all three numbers are the number of the bias
-    matrix. If query heads are packed, `members` of them share one query matrix.
+    In a kernel that loops over bias matrices, all three are the number of the bias matrix. With
+    packed heads, `members` query heads share one query matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":

@@ -1,4 +1,4 @@
-"""The terminal report on a user's kernel: its mistakes and its bytes, in at most 32 lines."""
+"""The terminal report on a user's kernel: mistakes and bytes, in at most 32 lines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answer(
 ) -> str:
     """Return the text of the terminal report on a user's kernel, in at most `most` lines.
 
-    The last lines name the written `files`. If results were not checked, `note` says why.
+    The last lines list the files written (`files`). If results were not checked, `note` says why.
     """
     launches = traced.record.launches
     programs = sum(one.programs for one in launches)
@@ -56,7 +56,7 @@ def answer(
 
 
 def _fitting(blocks: list[list[str]], most: int) -> list[str]:
-    """Shorten the longest blocks of lines until all fit; say how many lines each block lost."""
+    """Shorten the longest blocks of lines until all fit; note how many lines each block lost."""
     lost = [0] * len(blocks)
     # A block that was cut ends in one more line, which says so.
     while sum(len(b) + bool(x) for b, x in zip(blocks, lost, strict=True)) > most:

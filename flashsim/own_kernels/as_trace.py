@@ -75,7 +75,7 @@ class _Codes:
         ]
 
     def code(self, name: str, axis: int = ROW) -> int:
-        """Return the integer code of a name; a new name gets a new code."""
+        """Return a name's integer code, which is new for a new name."""
         if name in CODES:
             return CODES[name]
         if name not in self._codes:
@@ -96,13 +96,13 @@ def _stage_name(geometry: Geometry, launch: int) -> str:
 
 
 def _one_group(p: Problem, heads: int) -> Problem:
-    """Return the problem as if all its query heads shared a single KV head."""
+    """Return a copy of the problem in which all query heads share a single KV head."""
     kept = "n_q", "n_kv", "head_dim", "head_dim_v", "dtype", "causal", "window", "scale"
     return Problem(**{name: getattr(p, name) for name in kept}, heads=heads, kv_heads=1)
 
 
 def _workspace(geometry: Geometry) -> int:
-    """Return the bytes of all tensors that pass results from one launch to the next."""
+    """Return the total bytes of the tensors that pass results from one launch to the next."""
     a, total = geometry.record.accesses, 0
     for t in geometry.record.tensors:
         ops = np.unique(a["op"][a["tensor"] == t.code])
@@ -114,9 +114,9 @@ def _workspace(geometry: Geometry) -> int:
 def _stage(
     geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
-    """Return the events of a launch's first head (or group), their FLOPs, and "head" or "group".
+    """Return a launch's first head's (or group's) events, FLOPs, and "head" or "group".
 
-    The result is None if heads or groups have different events.
+    The result is None if events differ between heads or groups.
     """
     p = geometry.problem
     heads, stride = p.batch * p.heads, 1
@@ -139,7 +139,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """Return a row of facts per access; heads with equal rows have the same events."""
+    """Return one row of integers per access; heads with equal rows have equal events."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [
@@ -164,7 +164,7 @@ def _events(
     names: _Codes,
     one: np.ndarray,
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray]]:
-    """Return the events of one head's programs in order, and the FLOPs of its compute events."""
+    """Return the events of one head's programs in order, and the FLOPs of each compute event."""
     record = geometry.record
     a, asked = record.accesses, record.bytes_asked
     by_row = cut.outer == "queries"
@@ -234,7 +234,7 @@ class _Work:
         self._next: dict[int, int] = {}
 
     def upto(self, program: int, access: int | None) -> np.ndarray:
-        """Return a program's FLOPs since the previous call, up to this access (None: its end)."""
+        """Return a program's FLOPs since the previous call, up to an access (None: all others)."""
         total = np.zeros(len(KINDS) + 2, np.int64)
         w = self._work
         lo = int(np.searchsorted(w["program"], program))

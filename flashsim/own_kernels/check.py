@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
 
 @dataclass(frozen=True)
 class Output:
-    """The check of one result tensor: its largest error, the allowed error, and wrong elements."""
+    """The check of one result tensor: the largest error, the allowed error, and wrong elements."""
 
     tensor: str
     error: float
@@ -170,7 +170,7 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
 
 
 def _without_padding(p: Problem, name: str, x: np.ndarray) -> np.ndarray:
-    """Return L or delta without elements after the last query; return other arrays unchanged."""
+    """Return L or delta without padding after the last query; return any other array unchanged."""
     padded = name in ("L", "delta") and x.ndim == 2 and x.shape[1] > p.n_q
     return x[:, : p.n_q] if padded else x
 
@@ -181,7 +181,7 @@ def _is_m(g: Geometry) -> bool:
 
 
 def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a kernel's inputs by label: the tensors that it loads before it stores to them."""
+    """Return a kernel's inputs by label: tensors that are loaded before any store to them."""
     a, found = g.record.accesses, {}
     for code, label in enumerate(g.labels):
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
@@ -191,7 +191,7 @@ def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
 
 
 def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
-    """Express softmax(S) V as an attention problem: Q is S, and K is the identity matrix."""
+    """Return softmax(S) V as an attention problem, in which Q is S and K is the identity matrix."""
     if not {"S", "V"} <= x.keys() or {"Q", "K"} & x.keys() or p.n_kv > MAX_HEAD_DIM:
         return p, x
     keys = np.broadcast_to(np.eye(p.n_kv), (p.batch * p.kv_heads, p.n_kv, p.n_kv))
@@ -234,7 +234,7 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the allowed error: TIMES the error of plain attention, plus one rounding error."""
+    """Return the allowed error: plain attention's error times TIMES, plus one rounding error."""
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)
@@ -288,7 +288,7 @@ def _mistake(
 
 
 def _by_place(g: Geometry) -> str:
-    """Describe a kernel's mistake in choosing the rows that it stores to; "" if there is none."""
+    """Describe how a kernel stores results to the wrong rows; return "" if the rows are right."""
     a = g.record.accesses
     for label in ("O", "dQ", "dK"):
         if label not in g.labels:

@@ -40,7 +40,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class ByteRow:
-    """How many bytes a kernel loads (or stores) of one tensor, and how many it should.
+    """How many bytes of one tensor a kernel loads (or stores), and how many bytes are expected.
 
     `expected` is the bytes that FlashAttention-2 (or split-KV decoding) moves with the kernel's
     tile sizes, or None if flashsim recognizes no attention in the kernel. `compulsory` is the
@@ -69,7 +69,7 @@ class ByteRow:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """The algorithm that a kernel is compared with: its name, tile sizes and bytes."""
+    """A known algorithm with which a kernel is compared: the name, the tile sizes and the bytes."""
 
     algorithm: str
     tiles: str
@@ -194,7 +194,7 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
 
 
 def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    """Number the accesses; accesses of one program to the same tile get the same number."""
+    """Return a number per access; one program's accesses to the same tile get the same number."""
     columns = [g.record.accesses[x][accesses] for x in ("last", "first", "tensor", "program")]
     columns.append(g.record.accesses["launch"][accesses])
     order = np.lexsort(columns)
@@ -207,7 +207,7 @@ def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
 
 
 def _repeated(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    """Return the accesses to tiles that the same program has accessed before."""
+    """Return the accesses that repeat an earlier access of the same program to the same tile."""
     _, first = np.unique(_tiles(g, accesses), return_index=True)
     repeats = np.ones(len(accesses), bool)
     repeats[first] = False
@@ -242,7 +242,7 @@ def said(lines: tuple[int, ...]) -> str:
 
 
 def masked_visits(g: Geometry) -> np.ndarray:
-    """Return a boolean per access: True if all scores of its visit (tile pair) are masked."""
+    """Return a boolean per access: True if all scores of the access's tile pair are masked."""
     found = np.zeros(len(g.record.accesses), bool)
     p = g.problem
     if not (p.causal or p.window is not None):

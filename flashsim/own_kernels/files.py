@@ -1,4 +1,4 @@
-"""Imports a user's Python file in the same way as Python runs a script."""
+"""Imports a user's Python file in the way in which Python runs a script."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
 
 
 def _told(path: Path, error: Exception) -> str:
-    """Describe an error in a file: the file's name, the line's number and text, and the message."""
+    """Return an error's file name, line number, line of source and message, as text."""
     words = " ".join(str(error).split())[:_WORDS]
     said = f"{type(error).__name__}: {words}" if words else type(error).__name__
     if isinstance(error, SyntaxError):
@@ -59,7 +59,7 @@ def _told(path: Path, error: Exception) -> str:
 
 @contextmanager
 def beside(path: Path, *more: str) -> Iterator[None]:
-    """In the ``with`` block, let a file import modules from its folder and the folders `more`."""
+    """In the ``with`` block, let a file import modules of its own folder and folders `more`."""
     places = [str(path.resolve().parent), *more, *sys.path]
     argv = mock.patch.object(sys, "argv", [str(path)])
     with mock.patch.object(sys, "path", places), argv:

@@ -1,6 +1,6 @@
 """`Geometry`: the tile and matrix of each access, and which tensors have queries or keys as rows.
 
-A kernel only has pointers, so its record only says which elements were accessed. From the elements,
+A kernel gets only pointers, so a record only says which elements were accessed. From the elements,
 `Geometry` derives each access's rows, columns and head, the tile sizes, and the attention problem.
 `Geometry` also finds the axis along which each tensor is tiled: queries, keys or, for scores, both.
 """
@@ -81,7 +81,7 @@ class Geometry:
     # -- boxes ----------------------------------------------------------------------------------
 
     def _boxes(self) -> None:
-        """Convert each access's first and last element to indices along the axes of its tensor."""
+        """Convert each access's first and last element to indices along the tensor's axes."""
         self._low: dict[int, np.ndarray] = {}
         self._high: dict[int, np.ndarray] = {}
         self._of: dict[int, np.ndarray] = {}
@@ -100,7 +100,7 @@ class Geometry:
                 self._high[t.code][1:, across] = np.array(shape[1:])[:, None] - 1
 
     def _matrices(self) -> None:
-        """Find out whether each tensor is a matrix or a vector, and which axis holds its rows."""
+        """Find out whether each tensor is a matrix or a vector, and which axis holds the rows."""
         tensors = self.record.tensors
         self._layout: list[tuple[int, bool]] = []
         for t, label in zip(tensors, self.labels, strict=True):
@@ -222,7 +222,7 @@ class Geometry:
         return float(given) if isinstance(given, (int, float)) else None
 
     def _packed(self, n_q: int, n_kv: int, values: Sequence[np.ndarray]) -> dict[str, list[int]]:
-        """Return the offsets of packed sequences that a kernel loads, or {} if it loads no offsets.
+        """Return the sequence offsets that a kernel loads, or {} if sequences are not packed.
 
         Offsets are integers that begin with 0 and end with the number of queries or keys.
         """
@@ -293,7 +293,7 @@ class Geometry:
             ) from error
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
-        """Return the code of a tensor tiled along `axis`; labels in `first` are preferred."""
+        """Return the code of a tensor that is tiled along `axis`; labels in `first` come first."""
         for label in first:
             code = self.code(label)
             if code is not None and self.sides[code].axis == axis:
@@ -307,7 +307,7 @@ class Geometry:
 
     @cached_property
     def heights(self) -> list[tuple[int, int]]:
-        """Return, per launch, how many rows a query tile has, and how many a key tile has."""
+        """Return two lengths per launch: the rows of a query tile, and the rows of a key tile."""
         a = self.record.accesses
         axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
         found = []
@@ -352,7 +352,7 @@ def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:
-    """Return True if any two accesses of the same program have different numbers in `value`."""
+    """Return True if `value`, a number per access, differs between accesses of the same program."""
     order = np.argsort(program, kind="stable")
     p, v = program[order], value[order]
     return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

@@ -88,7 +88,7 @@ class KernelTrace:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Return each tensor's name, from the FlashAttention papers or else from the kernel."""
+        """Return each tensor's name: the FlashAttention papers' if known, else the kernel's."""
         return tuple(self.geometry.labels)
 
     @property
@@ -117,7 +117,7 @@ class KernelTrace:
         return chosen
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes that all programs request: in total, or of one operation or tensor.
+        """Return the bytes that all programs request, in total or for one operation or tensor.
 
         Parameters
         ----------
@@ -138,7 +138,7 @@ class KernelTrace:
         return len(self.record.accesses)
 
     def compulsory(self) -> int:
-        """Return the bytes of all inputs and outputs, which any kernel has to move at least once.
+        """Return the bytes of all inputs and outputs, each of which any kernel moves at least once.
 
         Tensors that are stored before they are loaded, such as partial results, are not counted.
         """
@@ -287,7 +287,7 @@ class KernelTrace:
         return table
 
     def table(self) -> report.Table:
-        """Return a table of bytes by tensor and operation, as `Trace` does."""
+        """Return a table of bytes by tensor and operation."""
         return self.trace.table()
 
     def __repr__(self) -> str:

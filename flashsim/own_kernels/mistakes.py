@@ -1,4 +1,4 @@
-"""Computes attention with known mistakes, to find the mistake that gives a kernel's results.
+"""Computes attention with known mistakes, to find the mistake that explains a kernel's results.
 
 Each variant computes float64 attention with one mistake.
 """
@@ -19,7 +19,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Way:
-    """Settings for computing attention; a value other than the default is a known mistake.
+    """Settings for computing attention; any value except the default is a known mistake.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Way:
 def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarray]:
     """Compute attention with the settings `way`; return O (heads, n_q, d_v) and L (heads, n_q).
 
-    Rows that see no key are NaN.
+    A row that sees no key is NaN in both results.
     """
     heads = p.batch * p.heads
     out = np.zeros((heads, p.n_q, p.head_dim_v))
@@ -153,7 +153,7 @@ def _one(
 
 @dataclass(frozen=True)
 class Back:
-    """Settings for computing gradients; a value other than the default is a known mistake.
+    """Settings for computing gradients; any value except the default is a known mistake.
 
     Attributes
     ----------
@@ -177,7 +177,7 @@ class Back:
 
 
 def backward(p: Problem, x: Arrays, way: Back, block_k: int) -> dict[str, np.ndarray]:
-    """Return dQ, dK, dV and delta from Q, K, V and dO, and from O, L and delta if these exist."""
+    """Return dQ, dK, dV and delta, computed from Q, K, V, dO and, if passed, O, L and delta."""
     heads = p.batch * p.heads
     dq = np.zeros((heads, p.n_q, p.head_dim))
     dk = np.zeros((p.batch * p.kv_heads, p.n_kv, p.head_dim))
@@ -216,9 +216,9 @@ Made = Callable[[], dict[str, np.ndarray]]
 def known(
     p: Problem, x: Arrays, block_q: int, block_k: int, scale: float | None = None
 ) -> Iterator[tuple[str, Made]]:
-    """Yield each known mistake: its description, and a function that computes its wrong results.
+    """Yield a description of each known mistake, and a function that computes the wrong results.
 
-    `scale` is the kernel's softmax scale, if it differs from the problem's scale.
+    `scale` is the kernel's softmax scale, or None for the problem's scale.
     """
     if scale is not None:
         text = f"the scores are multiplied by {scale:.6g}; the scale is {p.scale:.6g}"

@@ -39,7 +39,7 @@ def paper_name(parameter: str) -> str | None:
 
 
 def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) -> list[str]:
-    """Return a name per tensor: the user's (in `given`), else the papers', else the parameter's."""
+    """Return each tensor's name: the user's (in `given`), else the papers', else the kernel's."""
     parameters, given = list(parameters), dict(given or {})
     for name in given:
         if name not in parameters:

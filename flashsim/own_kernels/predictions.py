@@ -28,7 +28,7 @@ MOST_PIECES = 50_000_000
 
 
 class Pieces:
-    """Numbers the equal-sized pieces of each tensor, as `TileNumbers` numbers tiles."""
+    """Numbers the equal-sized pieces of each tensor; L2 treats a piece as a tile."""
 
     def __init__(self, traced: Any) -> None:
         record = traced.record
@@ -51,7 +51,7 @@ class Pieces:
         self.size = np.concatenate(sizes)
 
     def by_tensor(self, per_piece: np.ndarray) -> dict[str, int]:
-        """Sum the values of each tensor's pieces; tensors whose sum is zero are left out."""
+        """Return the sum over each tensor's pieces, by tensor name, without zero sums."""
         edges = [*self.first, len(self.size)]
         sums = [int(per_piece[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
@@ -75,7 +75,7 @@ def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
 
 
 def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2Model) -> Stream:
-    """Return a launch's requests to L2, in order; each is for one piece of a tensor."""
+    """Return a launch's requests to L2 in order, one request per piece of a tensor."""
     record = traced.record
     a = record.accesses
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))
@@ -107,7 +107,7 @@ def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2M
 
 
 def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return, per access, the number of its first piece of a tensor, and its count of pieces."""
+    """Return two arrays with one number per access: the first piece, and the count of pieces."""
     record = traced.record
     a = record.accesses[mine]
     low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)

@@ -114,7 +114,7 @@ class Clash:
 
 @dataclass(frozen=True, eq=False)
 class KernelRecord:
-    """All that a `Recorder` recorded: tensors, launches, accesses in order, FLOPs, data races.
+    """A `Recorder`'s results: tensors, launches, accesses in order, FLOPs and data races.
 
     Attributes
     ----------
@@ -152,7 +152,7 @@ class KernelRecord:
         return self.accesses["active"] * sizes[self.accesses["tensor"]]
 
     def by_line(self, chosen: np.ndarray) -> list[tuple[int, int, int, np.ndarray]]:
-        """Group `chosen` accesses into tuples (index into `lines`, operation, tensor, accesses)."""
+        """Return `chosen` accesses in groups: (index into `lines`, operation, tensor, accesses)."""
         at = np.flatnonzero(chosen)
         a, codes = self.accesses, len(self.tensors) + 1
         key = a["line"][at].astype(np.int64)
@@ -167,7 +167,7 @@ class KernelRecord:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of memory that the record's arrays take."""
+        """Return the memory size of the record's arrays in bytes."""
         return self.accesses.nbytes + self.work.nbytes
 
 

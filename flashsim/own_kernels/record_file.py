@@ -1,6 +1,6 @@
 """Serializes a kernel's record, so that a user's file and its grader run in separate processes.
 
-The bytes are an .npz archive of plain arrays; reading it runs no code of the process that wrote it.
+The bytes are an .npz archive of plain arrays, so a reader runs no code from the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashsim.own_kernels.tensors import KernelTensor
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A kernel's record, its tensors' names, and their final values in order of tensor code."""
+    """A kernel's record, the tensors' names, and the tensors' final values in order of code."""
 
     record: KernelRecord
     names: Mapping[str, str]
@@ -53,7 +53,7 @@ def packed(runs: Sequence[Recorded]) -> bytes:
 
 
 def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
-    """Return the records that `packed` serialized.
+    """Return the records that the function `packed` serialized.
 
     TraceError is raised if `packed` did not write `data`, or if `data` unpacks to more than `most`
     bytes.

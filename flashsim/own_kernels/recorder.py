@@ -28,7 +28,7 @@ _CHUNK = 1 << 14
 class Recorder:
     """Collects a kernel's accesses and FLOPs, and finds data races, as the kernel runs.
 
-    For each launch, a frontend calls `tensor` for each argument, and then `launch`. For each
+    For each launch, a frontend calls `tensor` for each argument, and calls `launch` last. For each
     program the frontend calls `program`, then `access` or `block` for each load, store and atomic
     operation, and `work` for each matrix product. At the end the frontend calls `done`.
     """
@@ -65,7 +65,7 @@ class Recorder:
         start: int = 0,
         unlike: Iterable[int] = (),
     ) -> int:
-        """Record a tensor and return its code; an already recorded tensor keeps its code and name.
+        """Record a tensor and return the tensor's code; a known tensor keeps its code and name.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ class Recorder:
         line: int = 0,
         ordered: bool = False,
     ) -> int:
-        """Record a launch, return its number; `ordered` programs run one by one, without races."""
+        """Record a launch, return its number; `ordered` programs run one by one and never race."""
         sides = tuple(map(int, grid)) or (1,)
         self.launches.append(
             Launch(kernel, sides, dict(arguments or {}), dict(constants or {}), file, line)
@@ -196,7 +196,7 @@ class Recorder:
         self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
 
     def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Record a program's tile values (shape, bytes), unless an earlier program's took more."""
+        """Record a program's tile values (shape, bytes) if they take the most bytes so far."""
         total = sum(nbytes for _, nbytes in values.values())
         if total > self._held_most:
             self._held_most = total
@@ -236,7 +236,7 @@ class Recorder:
 
     @staticmethod
     def _corners(its: KernelTensor, unique: np.ndarray) -> tuple[int, int]:
-        """Return row-major numbers of the first and last element of an access's bounding box."""
+        """Return row-major numbers of the first and last elements of an access's bounding box."""
         if its.contiguous and _is_run(unique):
             first, last = int(unique[0]), int(unique[-1])
             width = its.shape[-1] if its.shape else 1
@@ -247,8 +247,8 @@ class Recorder:
         index, exists = its.coordinates(unique)
         if not exists.all():
             raise TraceError(
-                f"an access to {its.name} has offsets outside of the tensor; the frontend must "
-                "count such lanes as `outside`"
+                f"an access to {its.name} was recorded with offsets outside of the tensor; this is "
+                "a bug in flashsim, so please report it"
             )
         first = last = 0
         for n, along in zip(its.shape, index, strict=True):
@@ -259,7 +259,7 @@ class Recorder:
         return (its.start + offsets * its.itemsize) // self._units[its.buffer]
 
     def _run(self, its: KernelTensor, unique: np.ndarray) -> slice | np.ndarray:
-        """Return the indices of elements, as a slice if they are contiguous, else an array."""
+        """Return the indices of elements: a slice for contiguous elements, otherwise an array."""
         if _is_run(unique) and its.itemsize == self._units[its.buffer]:
             first = its.start // its.itemsize + int(unique[0])
             return slice(first, first + len(unique))
@@ -384,7 +384,7 @@ class _Columns:
         self._used += 1
 
     def array(self) -> np.ndarray:
-        """Return all rows so far, read-only, in memory that later rows do not change."""
+        """Return all rows so far, as a read-only array that later rows do not change."""
         whole = np.concatenate([*self._full, self._open[: self._used]])
         whole.setflags(write=False)
         self._full, self._before, self._used = [whole], len(whole), 0

@@ -51,7 +51,7 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Check `variables` before another key tile is loaded; the earlier tiles are complete."""
+        """Check a program's `variables` after a complete key tile, as the next tile is loaded."""
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:
@@ -59,7 +59,7 @@ class Follower:
         self.seen.append((first, last))
 
     def end(self, variables: Mapping[str, np.ndarray]) -> None:
-        """Check the program's variables when it stores the output."""
+        """Check the program's variables when the program stores the output."""
         if self.seen and not self.found:
             self._compare(variables, ended=True)
 
@@ -96,7 +96,7 @@ class Follower:
     def _name(
         self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
     ) -> None:
-        """Find out, by their values, which variables hold m, l and the accumulator."""
+        """Find the variables that hold m, l and the accumulator, by comparing values."""
         for what, possible in right.items():
             for name, value in variables.items():
                 fits = any(
@@ -112,7 +112,7 @@ class Follower:
                     self.names[what] = usual[0]
 
     def _off(self, value: np.ndarray, want: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return a mask of the rows in which a variable differs from its right value."""
+        """Return a mask of the rows in which a variable differs from the right value."""
         if value.shape != want.shape:
             return rows
         scale = np.abs(want[rows]).max(initial=1e-3)

@@ -81,7 +81,7 @@ class KernelTensor:
         return sorted(moving, key=lambda a: -self.strides[a])
 
     def coordinates(self, offsets: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return elements' indices, one array per axis, and a mask of the elements that exist.
+        """Return indices of the elements at offsets, one array per axis, and a mask: True if real.
 
         No element exists at an offset past the end, or in a gap between rows.
         """
@@ -95,7 +95,7 @@ class KernelTensor:
         return found, exists & (rest == 0)
 
     def offsets(self, index: tuple[slice | np.ndarray | int, ...]) -> np.ndarray:
-        """Return the offsets of the elements that a NumPy-like index selects, in its shape."""
+        """Return the offsets of the elements that a NumPy-like index selects, in the same shape."""
         whole = np.zeros((1,) * len(self.shape), np.int64)
         for axis, (n, step) in enumerate(zip(self.shape, self.strides, strict=True)):
             side = [1] * len(self.shape)

@@ -1,7 +1,7 @@
 """Splits a program's accesses into visits (tile pairs), one per inner-loop iteration.
 
-A new visit begins when a tensor of the inner loop is accessed at another tile than before, so two
-loads of the same tile in one iteration belong to one visit.
+A new visit begins when an inner-loop tensor is accessed at a new tile, so two loads of one tile in
+one iteration belong to one visit.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
 def _first(
     values: np.ndarray, starts: np.ndarray, which: np.ndarray, default: np.ndarray
 ) -> np.ndarray:
-    """Return, per access, its program's first value that is at least 0; without one, `default`."""
+    """Return, per access, the program's first value of at least 0, or `default` if no value is."""
     found = default.copy()
     known = np.flatnonzero(values >= 0)[::-1]
     found[which[known]] = values[known]

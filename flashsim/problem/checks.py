@@ -26,7 +26,7 @@ LARGEST = 2**63 - 1
 
 
 def is_int(value: Any) -> bool:
-    """Return whether `value` is an integer of Python or NumPy, other than True and False."""
+    """Return True if `value` is an integer of Python or NumPy, and not a boolean."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -70,7 +70,7 @@ def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """Return `value` if it is an instance of `kind`; otherwise raise an error that says `how`."""
+    """Return `value` if it is a `kind`; otherwise raise an error that calls the type `how`."""
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value
@@ -163,7 +163,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def window(window: Any) -> tuple[int, int] | None:
-    """Return a window's numbers of keys to the left and right (-1: no limit); None stays None."""
+    """Return a window's two limits, left and right, as integers (-1: no limit); None stays None."""
     if window is None:
         return None
     try:
@@ -186,9 +186,9 @@ def window(window: Any) -> tuple[int, int] | None:
 
 
 def cu_seqlens(name: str, values: Any, total: int, first: int = 0) -> tuple[int, ...]:
-    """Return the offsets of packed sequences, which must never decrease from `first` to `total`.
+    """Return packed sequences' offsets, which start at `first`, never decrease, and end at `total`.
 
-    Two equal offsets in a row are valid: the sequence between them is empty.
+    Two equal consecutive offsets are valid, and stand for an empty sequence.
     """
     array = as_array(name, values)
     if array.ndim != 1 or array.size < 2 or array.dtype.kind not in "iu":

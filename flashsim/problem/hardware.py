@@ -24,18 +24,18 @@ Each device cites the sources of its figures by letter:
      data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
      with the same die and SM count: A100 40 GB, L40S, H100.
 
-FP8 peaks are the dense peaks of the documents [L], [W], [S], [H] and [B]. They were entered from
-memory, and not checked in these documents. Copies of the documents' tables on other websites
-confirm the FP8 peaks of the H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6
-with sparsity) and B200 (9,000 with sparsity). For the RTX 4090's FP8 peak, websites print both
-330.3 and 660.6 TFLOP/s. This module uses 330.3 TFLOP/s, the peak with float32 accumulation, as for
-the card's FP16.
+FP8 peaks are the dense peaks of the documents [L], [W], [S], [H] and [B]. The FP8 peaks were
+entered from memory, and not checked in these documents. Copies of the documents' tables on other
+websites confirm the FP8 peaks of the H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000
+Ada (427.6 with sparsity) and B200 (9,000 with sparsity). For the RTX 4090's FP8 peak, websites
+print both 330.3 and 660.6 TFLOP/s. This module uses 330.3 TFLOP/s, the peak with float32
+accumulation, as for the card's FP16.
 
-Capacities of off-chip memory are the "GB" of data sheets read as GiB, because devices report about
-as much: an H200 "of 141 GB" reports 143,771 MiB, while 141 GB are 134,468 MiB. Peaks of matrix
-products are *dense*, with float32 accumulation, at boost clock; a data sheet's figure "with
-sparsity" is halved. If a device lists no peak for a dtype, the GPU has no hardware unit for that
-dtype. A bandwidth of 0 means that no figure is published.
+A data sheet's "GB" of off-chip memory is read as GiB, because an H200 "of 141 GB" reports 143,771
+MiB, while 141 GB are 134,468 MiB. Peaks of matrix products are *dense*, with float32 accumulation,
+at boost clock; a data sheet's figure "with sparsity" is halved. If a device lists no peak for a
+dtype, the GPU has no hardware unit for that dtype. A bandwidth of 0 means that no figure is
+published.
 """
 
 from __future__ import annotations
@@ -176,11 +176,11 @@ class Device:
         return peak
 
     def ridge(self, dtype: str) -> float:
-        """Return the intensity (FLOP per byte of HBM) above which arithmetic bounds the time."""
+        """Return the intensity (FLOPs per HBM byte) above which arithmetic limits the speed."""
         return self.peak(dtype) / self.hbm_bandwidth
 
     def with_sram(self, sram_bytes: int) -> Device:
-        """Return a copy of the device with another on-chip capacity per block, M in the papers."""
+        """Return a copy of the device with a new on-chip capacity per block (M in the papers)."""
         sram_bytes = checks.positive_int("sram_bytes", sram_bytes)
         return replace(
             self,
@@ -214,10 +214,10 @@ class Device:
 def reported(
     name: str, compute_capability: tuple[int, int], sm_count: int, hbm_bytes: int
 ) -> Device:
-    """Return the preset of a GPU, from its name and figures as a driver reports them.
+    """Return the preset of a GPU, from the name and figures that a driver reports.
 
-    The name is, for example, "NVIDIA H100 80GB HBM3". The reported `hbm_bytes` are a little less
-    than the GPU has.
+    The name is, for example, "NVIDIA H100 80GB HBM3". The driver's `hbm_bytes` are a little less
+    than the GPU's capacity.
 
     Raises
     ------
@@ -266,7 +266,7 @@ def _tera(**peaks: float) -> dict[str, float]:
 
 
 def _fp8(peak: float) -> dict[str, float]:
-    """Return a dict with the same peak for both FP8 types, and for products that mix them."""
+    """Return a dict with one peak for both FP8 types, and for products of the two types."""
     return {"float8_e4m3fn": peak, "float8_e5m2": peak}
 
 

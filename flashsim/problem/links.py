@@ -1,7 +1,7 @@
 """Links between GPUs, with their specified bytes per second in each direction.
 
-Each link cites the sources of its figures by letter. Letters whose document is not listed below are
-explained in `hardware`.
+Each link cites the sources of its figures by letter. The module `hardware` explains all letters
+that are not listed below.
 
  [V], [A], [H] NVLink 2, 3, 4: 6, 12 and 18 links of 25 GB/s per direction.
  [N] NVIDIA, "NVLink and NVLink Switch" (nvidia.com/en-us/data-center/nvlink): fifth generation,
@@ -13,8 +13,8 @@ explained in `hardware`.
      ("Insights into DeepSeek-V3", arXiv:2505.09343, on the H800 node).
  [R] Table 2 of Ring attention (arXiv:2310.01889) assumes one 100 Gb/s InfiniBand port per GPU.
 
-Real messages do not reach the specified bandwidth. Two H200s exchanged 256 MiB through NCCL at 285
-GB/s per direction, where 450 GB/s are specified.
+Real messages are slower than specified. For example, two H200s exchanged 256 MiB through NCCL at
+285 GB/s per direction, while NVLink's specification says 450 GB/s.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flashsim.problem import checks
 @own_errors
 @dataclass(frozen=True)
 class Link:
-    """A link that connects one GPU to others.
+    """A link that connects one GPU to more GPUs.
 
     Parameters
     ----------

@@ -11,11 +11,11 @@ from flashsim.problem import checks
 
 
 def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) -> tuple[int, ...]:
-    """Return the number of keys that each batch entry has in its KV cache, from `cache_seqlens`.
+    """Return the number of live keys in each batch entry's KV cache, from `cache_seqlens`.
 
-    If `lengths` is None, every batch entry fills its cache of `n_kv` keys. If `lengths`, (batch,),
-    is an array on a GPU, the call waits until the GPU has computed it. `paged` says whether K and V
-    are in pages that a block table lists.
+    If `lengths` is None, every batch entry has `n_kv` live keys. If `lengths`, (batch,), is an
+    array on a GPU, the call waits until the GPU has computed it. `paged` says whether K and V are
+    in pages that a block table lists.
 
     Raises
     ------

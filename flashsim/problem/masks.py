@@ -16,7 +16,7 @@ def masked_score(dtype: Any) -> float:
 
     `dtype` is the type in which scores are computed. Model code often masks a score by adding the
     lowest finite number of a type. A row whose scores all count as masked is a row without keys.
-    Rounding has erased the differences between the row's scores, and the term log n of its LSE.
+    Rounding erases the differences between such a row's scores, and the term log n of the LSE.
     """
     return float(np.finfo(dtype).min) / 2
 
@@ -61,7 +61,7 @@ class BlockMask:
 
 
 def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Return a mask function's booleans for index arrays, or raise a `MaskError` if it fails."""
+    """Return a mask function's booleans for index arrays; raise `MaskError` if the call fails."""
     shape = np.broadcast_shapes(q.shape, k.shape)
     name = getattr(mask, "__name__", repr(mask))
     try:

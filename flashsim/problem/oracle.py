@@ -1,8 +1,7 @@
 """Attention and its gradients in float64, and plain attention in any type, to check results.
 
-This module has no tiles, and shares no code with an engine. The functions use N x N arrays, so they
-serve to check results, not to run large problems. Inputs are arrays of any library; results are
-NumPy arrays.
+This module has no tiles, and shares no code with an engine. The functions use N x N arrays, so
+large problems need too much memory. Inputs are arrays of any library; results are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def attention(
     """Return out and LSE of plain attention, with every intermediate rounded to `dtype`.
 
     The argument `dtype` is an element type or "tf32". With "float64", the result is exact enough to
-    check other implementations. With the input's type, the function acts as an implementation
-    without tiles. The untiled result's error is the reference for tiled implementations.
+    check other implementations. With the input's type, the result's error is the reference for
+    implementations with tiles.
 
     Parameters
     ----------
@@ -85,11 +84,10 @@ def gradients(
 ) -> dict[str, np.ndarray]:
     """Return the gradients of ``sum(out * dout) + sum(lse * dlse)`` by name.
 
-    The result's keys are "dq", "dk" and "dv", with a bias also "dbias", with sinks also "dsinks",
-    and "d:<name>" for each captured array of `problem.score_grads`. The gradients follow
-    arXiv:2205.14135, appendix B.2: dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale
-    dS K, dK = scale dS^T Q. The derivative of the LSE by a score is that score's P, so `dlse`,
-    (batch, heads, n_q), adds P dlse to dS.
+    The keys are "dq", "dk", "dv", "dbias" (with a bias), "dsinks" (with sinks), and "d:<name>" for
+    each array of `problem.score_grads`. The gradients follow arXiv:2205.14135, appendix B.2: dV =
+    P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q. Since d LSE
+    / dS = P, `dlse` of shape (batch, heads, n_q) adds P dlse to dS.
     """
     p = problem
     q, k, v, dout, bias, dlse = _checked(p, dtype, bias, dlse, q=q, k=k, v=v, dout=dout)
@@ -133,10 +131,10 @@ def finite_difference(
     step: float = 1e-5,
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
-    """Return each gradient along a random direction, by finite differences and by formula.
+    """Return, per input, the derivative along a random direction, by differences and by formula.
 
-    The result is ``{"dq": (by differences, by formula), ...}``. The two numbers of an input differ
-    by about ``step ** 2``.
+    The result is ``{"dq": (by differences, by formula), ...}``. The two derivatives of an input
+    differ by about ``step ** 2``.
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout}
     q, k, v, dout, bias, dlse = _checked(problem, "float64", bias, dlse, **arrays)
@@ -172,7 +170,7 @@ def tf32(x: np.ndarray) -> np.ndarray:
 
 
 def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any) -> tuple[Any, ...]:
-    """Return the inputs and the bias as NumPy arrays, after checking that they fit the problem."""
+    """Return the inputs and the bias as NumPy arrays, after checking types and shapes."""
     checks.one_of("dtype", dtype, (*checks.DTYPES, "tf32"))
     arrays = {name: checks.as_array(name, x) for name, x in inputs.items()}
     bias, dlse = (
@@ -222,7 +220,7 @@ def _checked_of_functions(
 
 
 class _Before(NamedTuple):
-    """Values for the backward pass: the softcap's derivative and the score function's input."""
+    """The backward pass's values: the softcap's derivative, and the input of the score function."""
 
     gate: np.ndarray | float
     raw: np.ndarray
@@ -237,7 +235,7 @@ def _probabilities(
     captured: Sequence[np.ndarray],
     sinks: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, _Before]:
-    """Return P, the LSE and the `_Before` values, each (batch, heads, n_q, ..)."""
+    """Return P, the LSE and `_Before`, with arrays of shape (batch, heads, n_q, ..)."""
     S = _round(q.astype(np.float64) @ _per_head(k, p).mT * p.scale, dtype)
     gate: np.ndarray | float = 1.0
     if p.softcap:
@@ -314,7 +312,7 @@ def _over_group(x: np.ndarray, p: Problem) -> np.ndarray:
 
 
 def _round(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the results `x`, which were computed in float64, rounded to `dtype`."""
+    """Return the float64 results `x`, rounded to `dtype`."""
     if dtype == "tf32":
         return tf32(x).astype(np.float64)
     return x if dtype == "float64" else x.astype(numpy_dtype(dtype)).astype(np.float64)

@@ -1,8 +1,7 @@
 """`Precision`: the types to which an algorithm rounds its intermediate results.
 
-Each intermediate result that a kernel could store in fewer bits is a rounding point, which has a
-name. Most published kernels round only P and dS, to the inputs' type, before P and dS enter
-products.
+A rounding point is a named intermediate result that a kernel could store in fewer bits. Most
+published kernels round only P and dS to the inputs' type, before matrix products.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ POINTS = {
 
 
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """Return an algorithm's rounding points: only "inputs" if `POINTS` lacks the algorithm."""
+    """Return an algorithm's rounding points, or only "inputs" if `POINTS` lacks the algorithm."""
     return POINTS.get(algorithm, ("inputs",))
 
 
@@ -66,10 +65,10 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 @own_errors
 @dataclass(frozen=True)
 class Precision:
-    """The types to which an algorithm rounds its intermediate results (at its rounding points).
+    """The types to which an algorithm rounds intermediate results (at rounding points).
 
-    If a rounding point's type is None, the algorithm rounds to the point's usual type. A
-    `Precision` changes numbers, not the bytes moved, so a run with a `Precision` has no trace.
+    None means the usual type of a rounding point. A `Precision` changes numbers, not the bytes
+    moved, so a run with a `Precision` has no trace.
 
     Attributes
     ----------
@@ -116,7 +115,7 @@ class Precision:
     _repr_html_ = report.card
 
     def __new__(cls, *_: Any, **options: Any) -> Precision:
-        """Raise flashsim's own error for an unknown keyword, instead of Python's."""
+        """Raise flashsim's error, not Python's, for an unknown keyword."""
         known = [point.name for point in fields(cls)]
         for name in options:
             if name not in known:
@@ -140,7 +139,7 @@ class Precision:
 
     @property
     def points(self) -> dict[str, str]:
-        """The rounding points for which a type is set, and their types."""
+        """A dict from rounding point to type, for each rounding point with a type."""
         every = {point.name: getattr(self, point.name) for point in fields(self)[:-2]}
         return {name: dtype for name, dtype in every.items() if dtype is not None}
 
@@ -155,7 +154,7 @@ class Precision:
 
     @classmethod
     def preset(cls, name: str, dtype: str = "bfloat16") -> Precision:
-        """Return the types to which a published kernel with inputs of `dtype` (16-bit) rounds.
+        """Return a published kernel's rounding types, for inputs of the 16-bit type `dtype`.
 
         Raises
         ------
@@ -207,7 +206,7 @@ PRESETS: dict[str, tuple[Precision, str]] = {
 class Roundings(NamedTuple):
     """The types to which one stage (kernel) rounds its tensors, by the papers' tensor names.
 
-    Tensors in `operands` are rounded when they are computed or enter a product. Accumulators in
+    Tensors in `operands` are rounded when computed, or when they enter a product. Accumulators in
     `held` are rounded at the end of each visit. Tensors in `stored` are rounded when they are
     stored or added in HBM. `tensor_cores` says whether products are summed as on Hopper's FP8
     tensor cores.
@@ -257,10 +256,10 @@ NO_ROUNDINGS = Roundings()
 
 
 def _usual(p: Problem, forward: bool) -> dict[str, str]:
-    """Return the types to which kernels usually round P and dS, which are the inputs' types.
+    """Return the types to which kernels usually round P and dS: the inputs' type, except for FP8.
 
-    With FP8 inputs, the types are e4m3 in the forward pass and bfloat16 in the backward pass,
-    because FlashAttention-3 has no backward pass in FP8.
+    For FP8 inputs, the types are e4m3 (forward) and bfloat16 (backward), because FlashAttention-3
+    has no FP8 backward pass.
     """
     if forward:
         return {"P": P_OF_FP8 if p.fp8 else p.dtype}
@@ -277,7 +276,7 @@ def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 
     A tensor core adds 32 products and the running sum at once. The tensor core shifts each addend
     to the largest exponent, and truncates it to 14 bits: the leading bit and 13 more (DeepSeek-V3,
-    arXiv:2412.19437, section 3.5.2). The new sum is truncated to 14 bits too. Truncation rounds
+    arXiv:2412.19437, section 3.5.2). The new sum is also truncated to 14 bits. Truncation rounds
     towards zero, as in older tensor cores (Fasi et al., PeerJ Computer Science 2021). The products
     of FP8 numbers themselves are exact. `a`, `b` and `into` are float32, (.., m, k), (.., k, n),
     (.., m, n).
@@ -295,6 +294,6 @@ def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 
 
 def _unit(size: np.ndarray) -> np.ndarray:
-    """Return the value of the last bit that a tensor core keeps if it adds numbers of this size."""
+    """Return the value of the last bit that a tensor core keeps in sums of numbers of this size."""
     _, exponent = np.frexp(size)
     return np.ldexp(np.float32(1), np.maximum(exponent - 1 - FRACTION, -126)).astype(np.float32)

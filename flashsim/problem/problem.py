@@ -62,7 +62,7 @@ class Segment:
 
     @property
     def offset(self) -> int:
-        """The index of the key on a query's diagonal, minus the query's index.
+        """The index of a query's diagonal key minus the index of the query.
 
         The diagonal ends at the bottom right, with the last query and the last key. No key of a
         shared prefix lies to the right of the diagonal.
@@ -260,13 +260,13 @@ class Problem:
         put("score_grads", tuple(name for name in able if name in wanted))
 
     def _extents(self) -> dict[str, int]:
-        """Return how many values each argument b, h, q, k of a score or mask function can have."""
+        """Return how many values the arguments b, h, q and k of a user's function can have."""
         longest_q = max(s.q_stop - s.q_start for s in self.sequences)
         longest_k = max(s.k_stop - s.k_start for s in self.sequences)
         return {"b": self.batch, "h": self.heads, "q": longest_q, "k": longest_k}
 
     def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
-        """Return `scale` or `softcap` as a float, which the type of scores must be able to hold."""
+        """Return `scale` or `softcap` as a float; raise unless the type of scores can hold it."""
         number, limits = checks.number(name, value, low), np.finfo(self.compute_dtype)
         largest, least = float(limits.max), float(limits.tiny)
         if abs(number) > largest or (name == "softcap" and 0 < number < least):
@@ -299,7 +299,7 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Raise an error unless all queries see the shared prefix, and it fills whole pages."""
+        """Raise an error unless all queries see the shared prefix, and it fills complete pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
                 f"shared_prefix={shown(prefix)} applies only to packed sequences; pass "
@@ -416,7 +416,7 @@ class Problem:
 
     @cached_property
     def sequences(self) -> tuple[Segment, ...]:
-        """The packed sequences, after any shared prefix; without `cu_seqlens`, one sequence."""
+        """The shared prefix, if any, and the packed sequences (one without `cu_seqlens`)."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return (Segment(0, self.n_q, 0, self.n_kv),)
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
@@ -426,7 +426,7 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        """Number of block-table entries that live keys use in the whole batch, or 0 if unpaged."""
+        """The number of block-table entries that the batch's live keys use, or 0 if unpaged."""
         size = self.page_size
         if size is None:
             return 0
@@ -434,12 +434,12 @@ class Problem:
 
     @property
     def left(self) -> int:
-        """How many keys left of its diagonal a query sees, or `n_q + n_kv` if there is no limit."""
+        """How many keys a query sees left of the diagonal; `n_q + n_kv` without a limit."""
         return self._side(0)
 
     @property
     def right(self) -> int:
-        """How many keys right of its diagonal a query sees; 0 with a causal mask."""
+        """How many keys a query sees right of the diagonal; 0 with a causal mask."""
         return 0 if self.causal else self._side(1)
 
     def _side(self, which: int) -> int:
@@ -454,7 +454,7 @@ class Problem:
         return self.block_mask is None and self.mask is None and self.mask_mod is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
-        """Round `array` to the results' type, and convert it back to the accumulators' type."""
+        """Return `array` rounded to the results' type, in the accumulators' type."""
         if self.result_dtype == self.compute_dtype:
             return array
         return array.astype(numpy_dtype(self.result_dtype)).astype(array.dtype)
@@ -481,10 +481,10 @@ class Problem:
         return kept
 
     def keep_alike(self, q: np.ndarray, k: np.ndarray, rel: np.ndarray) -> np.ndarray:
-        """Return an array of booleans: True where the masks that all heads share keep the score.
+        """Return booleans, True for scores that the masks common to all heads keep.
 
-        `q` and `k` are indices from the start of a sequence, and broadcast against each other.
-        `rel` is the distance of each key from the query's diagonal.
+        `q` and `k` count from the start of a sequence, and are broadcast. `rel` is the distance of
+        each key from the query's diagonal.
         """
         kept = (rel >= -self.left) & (rel <= self.right)
         if self.block_mask is not None:

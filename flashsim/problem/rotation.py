@@ -1,10 +1,10 @@
 """Incoherent processing for FP8: rotates rows by a Hadamard matrix, which spreads out outliers.
 
-If one of a row's d elements is an outlier, it determines the FP8 scale of the row's block, so all
-other elements lose precision. A rotation M spreads the outlier over all d elements. Rotating q and
-k by the same M keeps every product: (q M) (k M)^T = q M M^T k^T = q k^T. The rotation M is a
-diagonal matrix of random signs times a Hadamard matrix divided by sqrt(d). QuIP# (arXiv:2402.04396)
-and FlashAttention-3 (arXiv:2407.08608, section 3.3) use this method.
+An outlier determines the FP8 scale of a row's block, so the row's remaining elements lose
+precision. A rotation M spreads the outlier over all d elements of the row. Rotating q and k by the
+same M keeps every product: (q M) (k M)^T = q M M^T k^T = q k^T. The rotation M is a diagonal matrix
+of random signs times a Hadamard matrix divided by sqrt(d). QuIP# (arXiv:2402.04396) and
+FlashAttention-3 (arXiv:2407.08608, section 3.3) use this method.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def random_signs(d: int, seed: int) -> np.ndarray:
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
-    """Return ``x @ H / sqrt(d)`` for rows x, (.., d), and Sylvester's Hadamard matrix H.
+    """Return ``x @ H / sqrt(d)`` for rows x of shape (.., d) and Sylvester's Hadamard matrix H.
 
-    The width d must be a power of two; otherwise, the function raises `ShapeError`. The fast
-    Walsh-Hadamard transform computes the product in d log d additions per row. The matrix H /
-    sqrt(d) is symmetric and orthogonal, so it is its own inverse.
+    The width d must be a power of two, else `ShapeError` is raised. The fast Walsh-Hadamard
+    transform computes the product in d log d additions per row. H / sqrt(d) is symmetric and
+    orthogonal, and so equals its inverse.
     """
     d = x.shape[-1]
     if d & (d - 1):
@@ -43,10 +43,10 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 
 
 def rotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Rotate each row of `x` (.., d): return ``x M``, with M = diag(signs) H / sqrt(d)."""
+    """Return `x`, (.., d), with each row rotated by M = diag(signs) H / sqrt(d)."""
     return hadamard(x * signs.astype(x.dtype))
 
 
 def unrotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Undo the rotation of rows, or of the gradients of rotated rows: return ``x M^T``."""
+    """Return ``x M^T``: rows, or gradients of rows, with the rotation undone."""
     return hadamard(x) * signs.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Schedules: score tiles, their order, and the on-chip buffers of each stage of an algorithm."""
+"""Schedules: score tiles, the order of visits, and the on-chip buffers of an algorithm's stages."""
 
 from flashsim.schedule.schedule import Schedule, Visit
 from flashsim.schedule.tiling import Tiling

@@ -1,8 +1,8 @@
-"""Classifies a mask function's tiles as FULL, MASKED or skipped, with few calls of the function.
+"""Classifies score tiles as FULL, MASKED or skipped, with few calls of the mask function.
 
 Interval arithmetic bounds the mask's values over boxes of tiles. If the bounds prove that the mask
-keeps all scores of a box, or none, all tiles of the box are classified at once. If the bounds do
-not decide a box, the box is divided, down to single tiles. For a single tile, the mask is first
+keeps all scores of a box, or none, all tiles of the box are classified at once. A box that the
+bounds do not decide is divided, down to single tiles. For a single tile, the mask is first
 evaluated at a few scores: one kept and one masked score prove that the tile is MASKED. Otherwise,
 the mask is evaluated at all scores of the tile. The classification is the same as if the mask were
 evaluated at every score.
@@ -24,7 +24,7 @@ PARTS = 4
 
 
 class Boxes(NamedTuple):
-    """Disjoint boxes (i0 .. i1 - 1, j0 .. j1 - 1) of FULL tiles, or of a single MASKED tile."""
+    """Disjoint boxes (i0 .. i1 - 1, j0 .. j1 - 1), each with only FULL tiles or one MASKED tile."""
 
     i0: np.ndarray
     i1: np.ndarray
@@ -42,7 +42,7 @@ class Boxes(NamedTuple):
         return Boxes(*(x[self.kind == kind] for x in self))
 
     def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
-        """Return the numbers of `Sums` for all boxes, from each tile's number of rows and keys."""
+        """Return the fields of `Sums` for all boxes, from each tile's numbers of rows and keys."""
         down, across = (np.concatenate([[0], np.cumsum(x)]) for x in (heights, widths))
         high, wide = down[self.i1] - down[self.i0], across[self.j1] - across[self.j0]
         rows, cols = self.i1 - self.i0, self.j1 - self.j0
@@ -81,9 +81,9 @@ def classify(
     """Return the tiles that a loop visits in a problem with a mask function, grouped into boxes.
 
     `rows` and `cols` are the tables of row and column tiles, as in `Grid`. `row_base` and
-    `col_base` have the number of each sequence's first tile. A tile with fewer than `block_k` keys
-    is never FULL. ``elements(i, j)`` evaluates the mask at every score of tiles (i, j), and returns
-    whether the mask keeps any score, and whether it keeps all.
+    `col_base` have the number of each sequence's first row tile and column tile. A tile with fewer
+    than `block_k` keys is never FULL. ``elements(i, j)`` evaluates every score of tiles (i, j), and
+    returns two booleans per tile: whether any score is kept, and whether all are.
     """
     p, mask = problem, problem.mask_mod
     assert mask is not None
@@ -122,7 +122,7 @@ def classify(
 
 
 def _divided(box: np.ndarray) -> np.ndarray:
-    """Return the boxes, each divided into up to PARTS x PARTS smaller boxes."""
+    """Return smaller boxes: up to PARTS x PARTS for each of the given boxes."""
     if not box.shape[1]:
         return box
     i0, i1, j0, j1, s = box
@@ -162,7 +162,7 @@ def _tiles(
 def _probed(
     problem: Problem, rows: np.ndarray, cols: np.ndarray, s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Evaluate a few scores of each tile: return whether the mask keeps any, and whether all."""
+    """Evaluate a few scores of each tile; return two booleans per tile: any kept, and all kept."""
     p, mask = problem, problem.mask_mod
     assert mask is not None
     sequences = p.sequences

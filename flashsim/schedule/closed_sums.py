@@ -1,8 +1,8 @@
 """Closed-form sums over visits (tile pairs), exact for any length and without a table.
 
-The formulas need contiguous inner tiles: each outer tile visits the inner tiles lo .. hi - 1. The
-numbers lo and hi are floors of linear functions of the outer tile's number, clipped to the existing
-tiles. So every sum in this module is a sum of floors.
+The formulas require that each outer tile visits contiguous inner tiles lo .. hi - 1. The numbers lo
+and hi are floors of linear functions of the outer tile's number, clipped to the existing tiles. So
+every sum in this module is a sum of floors.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Strip(NamedTuple):
         return min(hi * self.inner, self.n) - lo * self.inner if hi > lo else 0
 
     def sums(self) -> tuple[int, int, int, int]:
-        """Return the number of visits (tile pairs), and sums of their positions, rows, scores."""
+        """Return four sums over visits (tile pairs): the count, positions, rows and scores."""
         if not self.tiles:
             return 0, 0, 0, 0
         wide = self.members * self.inner
@@ -103,11 +103,11 @@ class Strip(NamedTuple):
         return total + (self.tiles - 1 - stop) * (self.n // self.inner)
 
     def extents(self) -> list[tuple[int, int]]:
-        """For the largest outer tiles, return their rows, and their largest inner tiles' positions.
+        """Return, for the largest outer tiles, the rows and the largest inner tile's positions.
 
         Only the last inner tile of a sequence is smaller than the others. A later outer tile never
         starts at an earlier inner tile. So the first outer tile that sees any position visits the
-        largest inner tile of all.
+        largest inner tile.
         """
         if not self.tiles:
             return []
@@ -134,9 +134,8 @@ def _floors(first: int, stop: int, step: int, shift: int, over: int) -> int:
     """Return the sum of floor((step i + shift) / over) for i = first .. stop - 1.
 
     The algorithm takes O(log over) divisions. The integer parts of step / over and shift / over add
-    an arithmetic series to the sum. The rest of the sum counts lattice points under a line.
-    Swapping the axes keeps the count of points, and leads to Euclid's algorithm on `step` and
-    `over`.
+    an arithmetic series to the sum. The remaining sum counts lattice points under a line.
+    Repeatedly swapping the axes, which keeps the count, is Euclid's algorithm on `step` and `over`.
     """
     count, shift, total = stop - first, shift + step * first, 0
     while count > 0:

@@ -1,23 +1,22 @@
 """The dataflow table: which tensors each stage of each algorithm moves, and when.
 
-An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three lists of
-*moves*: at the start of an outer step, at each visit (one pair of a query tile and a key tile), and
-at the end of the outer step. A move loads a tensor from HBM, stores or reduces (adds) a tensor to
-HBM, or allocates an on-chip buffer. The modules in `flashsim.algorithms`, which execute the
-algorithms, and the closed forms in `counts.forms` do not use this module. Tests compare the bytes
-of the algorithms and the closed forms with this table's.
+An algorithm runs in stages, one kernel each. A stage's entry, the *dataflow*, has three lists of
+*moves*: at the start of an outer step, at each visit (one tile pair), and at the end of the step. A
+move loads a tensor from HBM, stores or reduces (adds) a tensor to HBM, or allocates an on-chip
+buffer. The algorithms in `flashsim.algorithms` and the closed forms in `counts.forms` do not use
+this module. Tests compare the bytes of both with this table's bytes.
 
 Five rules keep one dataflow valid for many problems:
 
-- A tensor that the problem does not have is left out. A stage without any other tensor is left out
-  too. The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
+- A tensor that the problem does not have is left out. A stage without remaining tensors is left
+  out. The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
   cache. The tensor `V` is left out if V is stored as columns of K, and `dL` if the LSE has no
   gradient. The tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask
   function with captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with
   sinks and left out in others.
 - At the start of a step, a Q-outer loop reads the captured elements that depend only on the head or
-  the row (`F_own`, `M_own`). The loop reads all other captured elements at each visit (`F`, `M`).
-  Visits of FULL tiles do not load `M`.
+  the row (`F_own`, `M_own`). The loop reads the remaining captured elements at each visit (`F`,
+  `M`). Visits of FULL tiles do not load `M`.
 - An accumulator `X_acc` is the tensor X itself if both have the same type.
 - A stage that only converts `X_acc` to the type of X is left out if `X_acc` and X have the same
   type.
@@ -35,12 +34,12 @@ Per = Literal["head", "group", "bias"]
 class StageDataflow(NamedTuple):
     """One stage (one pass over the score matrix) and the tensors that it moves.
 
-    `outer` is the outer loop, over query tiles or key tiles. `per` says how often the stage runs
-    its loop: once per query head; once per group of query heads that share a key head; or once per
-    matrix of a bias that several heads share. A `dense` stage visits every tile, even fully masked
-    ones (as standard attention does). A stage with `whole_rows` works on whole rows of scores, as
-    many at a time as fit (standard attention's softmax), and `visit` lists the moves per row. A
-    stage that `converts` only rounds an accumulator to the input's type.
+    `outer` is the outer loop, over query tiles or key tiles. The stage runs the loop once for each
+    `per`: a query head, a group of query heads that share a key head, or a bias matrix that several
+    heads share. A `dense` stage (standard attention) visits every tile, even fully masked tiles. A
+    stage with `whole_rows` (standard attention's softmax) processes complete rows of scores, and
+    `visit` lists the moves per row. A stage with `converts` only rounds an accumulator to the
+    input's type.
 
     With ``parts="walks"``, an outer step processes one part of a row tile's keys (see `Split`). The
     step stores `O_part` and `L_part`, or O and L if the keys are not split. With
@@ -65,7 +64,7 @@ class StageDataflow(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """An algorithm's stages in order, its title, and the variant (`form`) of its backward pass."""
+    """An algorithm's stages in order, title, and variant of the backward pass (`form`)."""
 
     title: str
     forward: tuple[StageDataflow, ...]
@@ -73,7 +72,7 @@ class Algorithm(NamedTuple):
     form: str = ""
 
     def direction(self, name: str) -> str:
-        """Return a text such as "backward in three passes": a direction and the variant."""
+        """Return a direction and the variant as text, such as "backward in three passes"."""
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 

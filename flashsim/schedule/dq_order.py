@@ -6,13 +6,13 @@ import numpy as np
 
 
 def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of the column tiles, and each visit's rank among its row tile's visits.
+    """Return the order of column tiles, and each visit's rank among the visits of one row tile.
 
-    A visit adds to its row tile's dQ after the visits of all column tiles that come earlier in the
-    returned order. A block waits only for blocks that started before it, so a deadlock is
-    impossible. Column tiles are sorted by their first visited row tile, from the last row tile to
-    the first. Under a causal mask, a block then reaches each row tile just after the block of the
-    next column tile has added to that row tile's dQ.
+    A row tile's visits add to dQ one after another, in the returned order of column tiles. A block
+    waits only for blocks that started before it, so a deadlock is impossible. Column tiles are
+    sorted by their first visited row tile, from the last row tile to the first. Under a causal
+    mask, a block thus reaches each row tile just after the next column tile's block has added to
+    dQ.
 
     `ptr`, (columns + 1,), has the index of each column tile's first visit, and `index`, (visits,),
     the row tile of each visit. A rank is the number of earlier visits of the same row tile.

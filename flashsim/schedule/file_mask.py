@@ -14,11 +14,11 @@ Csr = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class SavedMask:
-    """Replaces the mask function in a problem that was read from a trace file.
+    """Replaces the mask function of a problem that was read from a trace file.
 
-    For each tiling of the trace, the object has the table of FULL and MASKED tiles, with ascending
-    keys (`Schedule.row_csr`). Schedules, counts and plots need only this table; the mask's values
-    at single scores are lost.
+    The object has the table of FULL and MASKED tiles (`Schedule.row_csr`) for each tiling of the
+    trace. Schedules, counts and plots need only this table; the mask's values at single scores are
+    lost.
     """
 
     def __init__(self, name: str, tables: Mapping[Tiling, Csr]) -> None:

@@ -15,7 +15,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Grid:
-    """The row and column tiles of a `Schedule`, and for each tile, the span of tiles it visits.
+    """A `Schedule`'s row and column tiles, and the span of tiles that each tile visits.
 
     The spans exist only if the problem has no mask except causality and a window, so that each row
     keeps one interval of keys.
@@ -59,7 +59,7 @@ class Grid:
         )
 
     def _bands(self, outer: Outer) -> list[Strip] | None:
-        """Each sequence's tiles as a `Strip` if tables would be too large; otherwise None."""
+        """Each sequence's tiles as a `Strip` if tables are too large; otherwise None."""
         if not self._contiguous or self._refusal() is None:
             return None
         p, (block_q, block_k) = self.problem, self._blocks
@@ -77,7 +77,7 @@ class Grid:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """A tile's rows and keys, each at most the problem's length plus 1 to avoid overflows."""
+        """The rows and keys of a tile, each at most the problem's length plus 1 (no overflow)."""
         return (
             min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
@@ -140,16 +140,16 @@ class Grid:
 
     @cached_property
     def key_counts(self) -> np.ndarray:
-        """Number of keys in the sequence of each row tile, int64 (T_r,)."""
+        """The number of keys in each row tile's sequence, int64 (T_r,)."""
         lengths = np.array([s.k_stop - s.k_start for s in self.problem.sequences])
         return lengths[self.sequence_of_rows]
 
     def queries(self, i: int) -> np.ndarray:
-        """Return, for each row of row tile i, the index of its query in the packed sequences."""
+        """Return the packed query index of each row in row tile i."""
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
     def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
-        """Return booleans (rows, cols): which scores of tile (i, j) are kept; None if all are.
+        """Return booleans (rows, cols), True for kept scores of tile (i, j); None if all are kept.
 
         The mask function `mask_mod` is applied only if `functions` is true.
         """
@@ -158,10 +158,10 @@ class Grid:
         return None if kept.all() else kept
 
     def kept_tiles(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """Return booleans that say which scores of tiles (i, j) all masks of the problem keep.
+        """Return booleans, True for scores of tiles (i, j) that all masks of the problem keep.
 
-        The result has the shape (tiles, 1 or batch, 1 or heads, rows, cols). A tile smaller than
-        the largest tile repeats the booleans of its last row or column to fill this shape.
+        The result has the shape (tiles, 1 or batch, 1 or heads, rows, cols). A smaller tile repeats
+        the last row's or column's booleans to fill this shape.
         """
         p, s = self.problem, self.sequence_of_rows[i]
         starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]
@@ -199,7 +199,7 @@ class Grid:
         return self.dense or self.problem.banded
 
     def _spans(self, table: np.ndarray, other: str, left: int, right: int) -> np.ndarray:
-        """Return the span of tiles on the other axis that each tile of `table` visits."""
+        """Return, for each tile in `table`, the span of visited tiles on the opposite axis."""
         if other == "k":
             base, other_base, block, sign = *self._edges[2:], self._blocks[1], 1
         else:

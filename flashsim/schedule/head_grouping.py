@@ -1,4 +1,4 @@
-"""Computes how many heads a kernel processes together so that L2 holds their shared data."""
+"""Computes how many heads a kernel processes at once, so that L2 holds the heads' shared data."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from flashsim.schedule.plans import Stage, heads_of
 def clump_size(
     stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processors: int
 ) -> int:
-    """Return how many heads (or GQA groups) a kernel processes together so that L2 has their data.
+    """Return how many heads (or GQA groups) a kernel processes at once, so that L2 has all data.
 
     The kernel processes one head group after another, and starts each group with its longest outer
-    tiles. SMs that become idle start tiles of the next group, but no group follows the last one. A
-    last group with few heads leaves most of the GPU idle. So, among the group sizes that fit in L2,
-    the function returns the size with the most heads in the last group. Of several such sizes, it
-    returns the smallest.
+    tiles. A last group with few heads leaves most of the GPU idle, because no further group
+    follows. So, among the group sizes that fit in L2, the function returns the size with the most
+    heads in the last group. A tie goes to the smallest size.
 
     A group size fits if the group's shared data (`held`) takes at most 0.4 of L2, because each half
-    of a large L2 keeps its own copy. A group size is also allowed if all outer tiles of the group
-    run at once, because such tiles share L2 in any order. `tiles` is the number of outer tiles per
-    head (or GQA group). `processors` is the number of SMs.
+    of a large L2 keeps a copy. A group size is also allowed if all outer tiles of the group run at
+    once, because such tiles share L2 in any order. `tiles` is the number of outer tiles per head
+    (or GQA group). `processors` is the number of SMs.
     """
     p, room = problem, 2 * l2_bytes // 5
     # Heads that share K and V stay together.

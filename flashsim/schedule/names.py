@@ -1,4 +1,4 @@
-"""The names and codes of the operations in a trace's events, and the papers' names of tensors."""
+"""The names and codes of operations in a trace's events, and the papers' tensor names."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ DIRECTIONS = ("forward", "backward")
 class Buffer(NamedTuple):
     """One on-chip buffer: its bytes per query row, per key column and per score of a tile.
 
-    A buffer of FP8 scales takes its bytes once per `every` rows or columns. `fixed` bytes do not
+    A buffer of FP8 scales takes these bytes once per `every` rows or columns. `fixed` bytes do not
     depend on the tile's size.
     """
 
@@ -85,7 +85,7 @@ class Move(NamedTuple):
 
     @property
     def for_masked(self) -> bool:
-        """Whether the move occurs only in MASKED tiles; its buffer is unused in FULL tiles."""
+        """Whether the move occurs only in MASKED tiles; FULL tiles do not use the buffer."""
         return self.tensor == "M"
 
     @property
@@ -98,8 +98,8 @@ class Move(NamedTuple):
 class Stage:
     """One stage (one kernel, one pass over the score matrix) of an algorithm, for one problem.
 
-    The fields have the same meaning as in `StageDataflow`, except that `per` is "group" instead of
-    "head" if heads are packed. Buffers with ``visit=False`` are live during the whole inner loop.
+    The fields are those of `StageDataflow`, but packed heads change `per` from "head" to "group".
+    Buffers with ``visit=False`` are live throughout the inner loop.
     """
 
     name: str
@@ -235,8 +235,8 @@ def _scale(p: Problem, name: str) -> Buffer:
 def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
     """Return the on-chip buffer that holds one tile of a tensor.
 
-    A tile that is loaded or stored takes the bytes of its type in HBM. An allocated tile takes
-    those of the accumulator type.
+    A loaded or stored tile takes as many bytes as in HBM. An allocated tile has the accumulator
+    type.
     """
     if tensor in CAPTURED:
         of = captured(p, tensor, outer)
@@ -290,10 +290,10 @@ def fastest_backward(
 ) -> tuple[str, bool]:
     """Return the fastest algorithm for a backward pass, and whether it adds to dQ in a fixed order.
 
-    ``deterministic=None`` keeps the backward pass of `algorithm`. A tiling that the caller chose
-    (`tiled`) rules out other algorithms. `stores_dq` says whether "flash2-once" is faster on this
-    backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order and is then the
-    fastest. `fuses` says whether the fused pass is faster than three passes.
+    ``deterministic=None`` keeps the backward pass of `algorithm`. With a tiling from the caller
+    (`tiled`), `stores_dq` and `fuses` are ignored. `stores_dq` says whether "flash2-once" is faster
+    on this backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order, and is
+    then fastest. `fuses` says whether the fused pass is faster than three passes.
     """
     form = backward_form(algorithm, deterministic)
     any_form = deterministic is not None and algorithm == "flash2" and not tiled
@@ -322,12 +322,12 @@ def check_backward(algorithm: str) -> None:
 
 @lru_cache(maxsize=32)
 def splits_keys(algorithm: str) -> bool:
-    """Return whether the algorithm can split the keys of a row tile into parts (see `Split`)."""
+    """Return True if the algorithm can split the keys of a row tile into parts (see `Split`)."""
     return any(flow.parts for flow in dataflow.ALGORITHMS[algorithm].forward)
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
-    """Return how often a stage runs its loops, and by how many query heads each run advances."""
+    """Return how often a stage runs the loops, and by how many query heads each run advances."""
     p = problem
     if stage.per == "bias":
         batch, heads = p.bias or (1, 1)

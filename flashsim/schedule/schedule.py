@@ -1,4 +1,4 @@
-"""`Schedule`: the score tiles, the order of visits to these tiles, and the tiles that need masks.
+"""`Schedule`: a problem's score tiles, the order of visits, and the tiles that need masks.
 
 Every engine, kernel, count and plot follows a `Schedule`. A schedule divides the queries into *row
 tiles* and the keys into *column tiles*; all rows or columns of a tile belong to one packed
@@ -65,8 +65,8 @@ class PartSums(NamedTuple):
 class Visit:
     """One visit: the tile of scores of row tile `i` and column tile `j`.
 
-    `rows` and `cols` are the tiles' slices of the packed sequence, `index` is the visit's number in
-    the order of the loops, and `kind` is FULL or MASKED.
+    `rows` and `cols` are slices of the packed sequence, `index` is the visit's number in loop
+    order, and `kind` is FULL or MASKED.
     """
 
     schedule: Schedule
@@ -79,7 +79,7 @@ class Visit:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Return booleans (rows, cols): which scores of the tile are kept; None if all are.
+        """Return booleans (rows, cols), True for kept scores of the tile, or None if all are kept.
 
         The booleans ignore `mask_mod`, because a mask function may differ between heads.
         """
@@ -91,7 +91,7 @@ class Visit:
 @own_errors
 @dataclass(frozen=True)
 class Schedule(Grid):
-    """The tiles of a problem under a tiling, and the order of these tiles. Frozen and hashable.
+    """The score tiles of a problem under a tiling, and the order of visits. Frozen and hashable.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ class Schedule(Grid):
         return tables.frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
 
     def _evaluate(self) -> Csr:
-        """Return `row_csr`, from the mask evaluated score by score, one row of tiles at a time."""
+        """Return `row_csr`, by evaluating the mask at every score, one row of tiles at a time."""
         if isinstance(self.problem.mask, SavedMask):
             return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
@@ -200,7 +200,7 @@ class Schedule(Grid):
         return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Evaluate all scores of tiles (i, j): return whether any, and whether all, are kept."""
+        """Evaluate all scores of tiles (i, j); return two booleans per tile: any kept, all kept."""
         scores = len(i) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
@@ -227,7 +227,7 @@ class Schedule(Grid):
         return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each tile lo .. hi - 1 of row i, whether any score is kept, and whether all.
+        """Return two booleans per tile lo .. hi - 1 of row i: any score kept, and all scores kept.
 
         For a tile with fewer than `block_k` keys, the second boolean is always False.
         """
@@ -269,15 +269,15 @@ class Schedule(Grid):
 
     @cached_property
     def prefix_tiles(self) -> int:
-        """Number of row tiles that visit a shared prefix (the first ones); 0 without a prefix."""
+        """The number of row tiles, at the start of the table, that visit a shared prefix."""
         return int(self._edges[2][1]) if self.problem.shared_prefix else 0
 
     @cached_property
     def slots(self) -> np.ndarray:
         """The slots in which each row tile stores its parts' partial results, int64 (T_r, 2).
 
-        The parts of row tile i have the slots ``slots[i, 0] .. slots[i, 1] - 1``. For each query,
-        the parts of a shared prefix come before the parts of its own keys.
+        The parts of row tile i have the slots ``slots[i, 0] .. slots[i, 1] - 1``. Per query, the
+        parts of a shared prefix come before the parts of the entry's own keys.
         """
         first = np.zeros(self.t_r, np.int64)
         first[self.prefix_tiles :] = self.part_counts[0] if self.prefix_tiles else 0
@@ -285,10 +285,10 @@ class Schedule(Grid):
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """For each row tile, whether a second stage merges its queries' partial results, (T_r,).
+        """Booleans (T_r,): True for row tiles whose partial results a second stage merges.
 
-        The value is False for row tiles of a shared prefix, because the same queries' other row
-        tiles do the merge.
+        The value is False for row tiles of a shared prefix, because the row tiles of own keys do
+        the merge.
         """
         if self.prefix_tiles:
             return np.arange(self.t_r) >= self.prefix_tiles
@@ -347,7 +347,7 @@ class Schedule(Grid):
 
     @cached_property
     def masked_sums(self) -> Sums:
-        """Sums over only the visits of MASKED tiles, which read the mask's captured arrays."""
+        """Sums over the visits of MASKED tiles, which read the mask's captured arrays."""
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
         if self._boxes is not None:
@@ -360,7 +360,7 @@ class Schedule(Grid):
 
     @cached_property
     def page_counts(self) -> np.ndarray:
-        """Number of KV-cache pages with keys of each column tile, int64 (T_c,); 0 without pages."""
+        """The number of KV-cache pages per column tile, int64 (T_c,); 0 without a paged cache."""
         size = self.problem.page_size
         if size is None:
             return np.zeros(self.t_c, np.int64)
@@ -371,7 +371,7 @@ class Schedule(Grid):
 
     @cached_property
     def page_reads(self) -> int:
-        """The number of KV-cache pages with keys of a visited tile, summed over all visits."""
+        """The number of KV-cache pages per visited column tile, summed over all visits."""
         return self.over_visits(self.page_counts)
 
     def over_visits(self, each: np.ndarray) -> int:
@@ -392,7 +392,7 @@ class Schedule(Grid):
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return each outer tile's size, and the size of its largest visited inner tile, or 0.
+        """Return two arrays: each outer tile's size, and each largest visited inner tile's size.
 
         If tables of all tiles would be too large, only the largest outer tiles are returned.
         """
@@ -417,16 +417,16 @@ class Schedule(Grid):
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
-    """Raise `TilingError` if a stage needs exactly one visit per row tile and lacks it."""
+    """Raise `TilingError` if a stage needs one visit per row tile, but the tiling prevents that."""
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
-            "in this algorithm, every query tile must see keys of exactly one key tile, which "
-            f"{tiling} tiles do not allow here; use algorithm='flash2-fused', or, if every query "
-            f"sees a key, a block_k of at least {longest}"
+            "this algorithm needs query tiles that each see keys of exactly one key tile, but with "
+            f"{tiling} tiles some see none or several; use algorithm='flash2-fused', or, if every "
+            f"query sees a key, a block_k of at least {longest}"
         )
 
 
 def _band(problem: Problem) -> Problem:
-    """Return a copy of the problem, with no masks except causality and the window."""
+    """Return a copy of the problem without masks, except causality and the window."""
     return replace(problem, block_mask=None, mask=None, mask_mod=None)

@@ -74,7 +74,7 @@ class Split:
         """Return the number of parts of each row tile's keys, at least 1, as int64.
 
         The argument `visits` has the number of key tiles of each row tile. With `alike`, the parts
-        of all row tiles are about as long as those of the row tile with the most key tiles.
+        of all row tiles are about equally long.
         """
         tiles = np.asarray(visits, np.int64)
         if self.part_tiles is not None:
@@ -117,9 +117,9 @@ def check_splits(splits: Any) -> None:
 def fill_once(blocks: int, processors: int, visits: int) -> int:
     """Return the largest number of parts per row tile for which all parts run at the same time.
 
-    There are `blocks` row tiles, each with `visits` key tiles. More parts would need several waves
-    of thread blocks, and would not end sooner. So if the row tiles alone occupy every SM, the
-    function returns 1 (no split).
+    The loop has `blocks` row tiles with `visits` key tiles each. More parts would need several
+    waves of thread blocks, without ending sooner. If the row tiles alone occupy every SM, the
+    result is 1 (no split).
     """
     return max(1, min(processors // blocks, visits))
 
@@ -131,7 +131,7 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
     its case for K and V that exceed L2. The rule returns 1 (no split) if the row tiles alone occupy
     80% of the SMs, or if there are at most 4 key tiles. Otherwise, for each number of parts up to
     128, the rule computes the average fraction of busy SMs over all waves. The result is the
-    smallest number of parts whose fraction of busy SMs is at least 0.85 times the largest fraction.
+    smallest number of parts that reaches 0.85 times the largest fraction.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1
@@ -141,7 +141,7 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
 
 
 def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """Return the smallest number of key tiles per part that makes at most `capacity` parts in all.
+    """Return the smallest number of key tiles per part that gives at most `capacity` parts in all.
 
     The argument `tiles` has the number of key tiles of each row tile. If more than `capacity` row
     tiles have key tiles, the result is the average load: all key tiles divided by `capacity`. The

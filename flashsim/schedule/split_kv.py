@@ -1,4 +1,4 @@
-"""Chooses into how many parts to split the keys, and computes how many blocks fill a device."""
+"""Chooses the number of parts of the keys, and computes how many thread blocks fill a device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MOST_BLOCKS = 16
 class Filling(NamedTuple):
     """How well the thread blocks of a forward pass fill a device.
 
-    `per_sm` blocks run on one SM at the same time, so `needed` blocks fill all SMs. The pass would
-    have `whole` blocks with unsplit keys, and has `blocks` with the chosen split.
+    `per_sm` blocks run on one SM at the same time, so `needed` blocks fill all SMs. The pass has
+    `blocks` blocks with the chosen split, and would have `whole` without a split.
     """
 
     tiling: Tiling
@@ -46,11 +46,11 @@ def choose(
     """Return the tiling (default: `Tiling.fit`) and the split of a forward pass.
 
     If the algorithm does not split keys, the split is `WHOLE`. The number of parts is at most the
-    largest number of key tiles that any row tile visits. With ``splits="auto"``, the function
-    `fill_once` chooses the number of parts; with ``splits="fa3"``, the function `fa3` does. Both
-    functions assume one thread block per SM, and that every row tile visits as many key tiles as
-    the longest one. With a shared prefix, both functions receive an effective number of row tiles:
-    all visits divided by the visits of the longest row tile.
+    largest number of key tiles that any row tile visits. The function `fill_once`
+    (``splits="auto"``) or `fa3` (``splits="fa3"``) chooses the number of parts. Both functions
+    assume one thread block per SM, and row tiles that all visit as many key tiles as the longest
+    row tile. With a shared prefix, the assumed number of row tiles is all visits divided by the
+    longest row tile's visits.
     """
     if not plans.splits_keys(algorithm):
         return tiling or Tiling.fit(problem, device, algorithm), WHOLE
@@ -77,7 +77,7 @@ def fill(
     splits: Any = "auto",
     pack_gqa: Any = True,
 ) -> Filling:
-    """Return a `Filling`: how many thread blocks fill a device, and how many a forward pass has."""
+    """Return a `Filling`: the thread blocks that fill a device, and the forward pass's blocks."""
     tiling, split = choose(problem, tiling, device, algorithm, splits, pack_gqa)
     schedule = Schedule(problem, tiling, split=split)
     stage = plans.stages(problem, algorithm, split=split)[0]
@@ -87,10 +87,10 @@ def fill(
 
 
 def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Return how many thread blocks of a stage have room for their on-chip buffers on one SM.
+    """Return how many of a stage's thread blocks fit on one SM with all on-chip buffers.
 
-    Accumulators count as if they were in shared memory. If a kernel keeps accumulators in
-    registers, more blocks may fit; pass the real number to `L2Model` as `blocks_per_sm`.
+    Accumulators count as if they were in shared memory. A kernel with accumulators in registers may
+    fit more blocks; pass the real number as `L2Model(blocks_per_sm=...)`.
     """
     tile = schedule.tiling.clip(schedule.problem, schedule.split)
     rows = 1 if stage.whole_rows else tile.block_q

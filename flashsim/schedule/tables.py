@@ -1,4 +1,4 @@
-"""Builds the tables of tiles, and refuses problems whose tables would be too large."""
+"""Builds the tables of tiles, and refuses problems that need too large tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INT32 = int(np.iinfo(np.int32).max)
 def refusal(
     problem: Problem, tiling: Tiling, blocks: tuple[int, int], members: int, *, contiguous: bool
 ) -> UnsupportedError | TilingError | None:
-    """Return the error to raise if a problem has too many tiles for a table, or None if they fit.
+    """Return an error if a problem has too many tiles for a table, or None if all tiles fit.
 
     The error is a `TilingError` if larger tiles would make the tables fit, and otherwise an
     `UnsupportedError`.
@@ -48,7 +48,7 @@ def refusal(
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
-    """Return a sequence's row or column tiles, (n, 4): start, stop, offset, other axis's stop."""
+    """Return a sequence's tiles, (n, 4), with start, stop, offset and the opposite axis's stop."""
     begins = np.arange(start, stop, block, dtype=np.int64)
     table: np.ndarray = np.empty((len(begins), 4), kind)
     table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)
@@ -77,7 +77,7 @@ def expand(spans: np.ndarray) -> Csr:
 
 
 def reversed_rows(ptr: np.ndarray) -> np.ndarray:
-    """Return an index array that reverses the order of the entries in each row of a CSR matrix."""
+    """Return the index array that reverses the entries in each row of a CSR matrix."""
     owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     return ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])
 

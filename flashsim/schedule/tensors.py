@@ -1,4 +1,4 @@
-"""The layout of each tensor in HBM: along which axis it is tiled, and how many bytes it has."""
+"""The layout of each tensor in HBM: the axis that is cut into tiles, and the number of bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TensorShape(NamedTuple):
     """The layout of a tensor in HBM: tiles along `axis`, and elements per row, column or score.
 
     Each row, column or score has `elements` elements of `itemsize` bytes. A statistic (one number
-    per row) and an FP8 scale (one number for several rows) have ``vector=True``.
+    per row) or an FP8 scale (one number per several rows) has ``vector=True``.
     """
 
     axis: int
@@ -82,17 +82,18 @@ def dtype(problem: Problem, name: str) -> str:
 
 
 def function_of(problem: Problem, name: str) -> Graph | None:
-    """Return the function that reads a tensor of CAPTURED: the score function or mask function."""
+    """Return the score or mask function that reads a tensor of CAPTURED."""
     if name.startswith("F"):
         return problem.score_mod
     return problem.mask_graph
 
 
 def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
-    """Return how many bytes of a captured array a tile reads per head, row, column and score.
+    """Return the bytes of captured arrays that a tile reads, per head, row, column and score.
 
-    A Q-outer loop reads the elements that depend only on the head or the row (`_own`) once per row
-    tile, and all other elements at each visit. A KV-outer loop reads all elements at each visit.
+    A Q-outer loop reads elements that depend only on the head or the row (`_own`) once per row
+    tile, and the remaining elements at each visit. A KV-outer loop reads all elements at each
+    visit.
     """
     graph, own = function_of(problem, name), name.endswith("_own")
     if graph is None or (own and outer == "keys"):
@@ -102,7 +103,7 @@ def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
 
 
 def title(problem: Problem, name: str, direction: str) -> str:
-    """Return a tensor's name in tables, with a captured array's own name: "slopes (F_own)"."""
+    """Return a tensor's name for tables, with the captured array's name: "slopes (F_own)"."""
     if name not in (*CAPTURED, "dF"):
         return name
     graph = problem.score_mod if name == "dF" else function_of(problem, name)
@@ -146,8 +147,8 @@ def matrices(problem: Problem, owner: int) -> int:
 def whole_bytes(problem: Problem, name: str) -> int:
     """Return the bytes of a tensor in HBM over all heads.
 
-    For the partial results `O_part` and `L_part`, the result is the bytes for one part of the keys.
-    For a matrix of scores, only the scores within each packed sequence count.
+    For partial results (`O_part`, `L_part`), the bytes are those of one part of the keys. For a
+    matrix of scores, only the scores within each packed sequence count.
     """
     p, its = problem, shape(problem, name)
     if name == "table":

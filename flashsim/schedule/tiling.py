@@ -49,7 +49,7 @@ class Tiling:
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
     def keeps_scales(self, problem: Problem) -> bool:
-        """Return False if a tile cuts an FP8 scale block and reaches into another; else True."""
+        """Return False if a tile overlaps two FP8 scale blocks but cuts a block; otherwise True."""
         if not isinstance(problem.scales, tuple):
             return True
         sides = zip(
@@ -58,7 +58,7 @@ class Tiling:
         return all(side >= n or not (side % every and every % side) for side, every, n in sides)
 
     def clip(self, problem: Problem, split: Split = WHOLE) -> Tiling:
-        """Return the tiling, with each side cut to the size of the problem's score matrix."""
+        """Return the tiling, with each side limited to the size of the problem's score matrix."""
         checks.instance("problem", problem, Problem, "flashsim.Problem")
         rows = problem.n_q * (problem.group if split.pack_gqa else 1)
         return Tiling(min(self.block_q, rows), min(self.block_k, problem.n_kv))
@@ -72,8 +72,8 @@ class Tiling:
     ) -> dict[str, dict[str, int]]:
         """Return the on-chip bytes of each buffer of each stage: ``{stage: {buffer: bytes}}``.
 
-        For a stage that works on whole rows (standard attention's softmax), only one row counts,
-        because the stage can process rows one at a time.
+        In standard attention's softmax, only one complete row of scores counts, because rows can be
+        processed one at a time.
         """
         stages = plans.stages(problem, algorithm, direction, split)
         tile = self.clip(problem, split)
@@ -191,14 +191,14 @@ class Tiling:
         Only the tile side of the *outer* loop reduces HBM traffic. In a Q-outer loop, K and V are
         read once for each of the ``n_q / block_q`` row tiles. In a KV-outer loop, Q (and O) are
         read once for each of the ``n_kv / block_k`` column tiles. So the search chooses the outer
-        side first, and then the largest inner side that fits. For an algorithm with both kinds of
+        side first, and the largest inner side that fits second. For an algorithm with both kinds of
         loops (a three-pass backward), the search enlarges the smaller side first. The sides are
         powers of two from 16 to 512.
 
         Line 1 of Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves out the score tile, so
-        the paper's tiles can need more than M. If an algorithm splits keys, its tiles have at most
-        128 keys, so that the parts are nearly equal. If an algorithm needs one key tile per row
-        tile, its tile has all keys of a sequence.
+        the paper's tiles can need more than M. If an algorithm splits keys, tiles have at most 128
+        keys, so that parts are nearly equal. If an algorithm needs one key tile per row tile, a
+        tile has all keys of a sequence.
 
         Raises
         ------
@@ -232,7 +232,7 @@ class Tiling:
 
 @lru_cache(maxsize=256)
 def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split: Split) -> Tiling:
-    """Return the result of `Tiling.fit`, the best of up to 72 tilings, and cache it."""
+    """Return the cached result of `Tiling.fit`, the best of up to 72 tilings."""
     stages = plans.stages(problem, algorithm, direction, split)
     most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
     whole = any(stage.once for stage in stages)
@@ -280,7 +280,7 @@ def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
 
 
 def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:
-    """Halve each side of `tiling` as long as half of the side still covers the score matrix."""
+    """Halve each side of `tiling` while half of the side still covers the score matrix."""
     q, k = tiling.block_q, tiling.block_k
     rows = problem.n_q * (problem.group if split.pack_gqa else 1)
     while q // 2 >= rows:

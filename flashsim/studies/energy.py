@@ -2,7 +2,7 @@
 
 The energy constants were measured with NVML's energy counter, if possible for one unit at a time
 (`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products, scores and sums are
-fitted to some of the attention passes in that file, and tested on its other passes
+fitted to some attention passes in that file, and tested on the rest
 (docs/reference/predictions.md).
 
 If a busy chip reaches its power limit, the chip lowers its clock and its voltage. So the energy of
@@ -89,12 +89,13 @@ class Energy:
         return self.waiting * seconds + self._inside(use) + self.hbm * use.hbm
 
     def sustained(self, uses: Sequence[Use], seconds: float) -> Sustained:
-        """Return the time and energy of a round of endlessly repeated kernels, at the power limit.
+        """Return the time and energy of a round of kernels that repeat forever, at the power limit.
 
-        The argument `seconds` is the kernels' time at the highest clock. At a fraction x of the
-        highest clock, the kernels take 1 / x times as long, the SMs use x times the energy, and HBM
-        uses the same energy. The power equals the limit if ``x^2 inside + x hbm = (most - waiting)
-        seconds``, where `inside` is the energy of the SMs and `hbm` that of HBM.
+        `seconds` is the kernels' time at the highest clock. At a fraction x of the highest clock,
+        the kernels take 1 / x times as long, and the SMs use x times the energy; HBM's energy stays
+        the same. The clock x follows from ``x^2 inside + x hbm = (most - waiting) seconds``:
+        `inside` and `hbm` are the energies of the SMs and of HBM, `most` is the power limit, and
+        `waiting` the idle power.
         """
         inside, hbm = sum(map(self._inside, uses)), sum(self.hbm * use.hbm for use in uses)
         left, clock = (self.most - self.waiting) * seconds, 1.0

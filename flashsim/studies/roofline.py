@@ -2,7 +2,8 @@
 
 The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of
 matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. Each
-roofline point states how its bytes were counted (`COUNTS`), because these ways are often confused.
+roofline point states how its bytes were counted (`COUNTS`), because the ways of counting are often
+confused.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Point:
 
     @property
     def bandwidth(self) -> float:
-        """The point's bandwidth in bytes/s: L2's if it counts requested bytes, otherwise HBM's.
+        """The bandwidth in bytes/s: L2's if the point counts requested bytes, otherwise HBM's.
 
         The value is 0 if the device's L2 bandwidth is not published.
         """
@@ -225,10 +226,10 @@ def roofline(
 def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """Return the idealised bytes that textbooks count: each tensor once.
 
-    In the forward pass, the tensors are q, k, v and out. The backward pass also has their
-    gradients, but LSE, delta and accumulators are not counted. Standard attention also has one N x
-    N matrix. In reality, standard attention writes S and P and reads both again: four N x N
-    matrices. In reality, FlashAttention reads K and V once per row tile.
+    In the forward pass, the tensors are q, k, v and out. In the backward pass, the gradients of
+    these tensors count too, but LSE, delta and accumulators do not. For standard attention, one N x
+    N matrix counts too. Real kernels of standard attention move four N x N matrices: they write S
+    and P, and read both. Real kernels of FlashAttention read K and V once per row tile.
     """
     plans.stages(problem, algorithm, direction)  # raises if the algorithm has no such pass
     p = problem

@@ -21,7 +21,7 @@ from flashsim.trace.trace import Trace
 
 
 class Extents(NamedTuple):
-    """The sizes of an attention call, named as in `Problem`, and offsets of packed sequences."""
+    """The sizes of an attention call, with `Problem`'s names, and packed sequences' offsets."""
 
     batch: int
     heads: int
@@ -42,7 +42,7 @@ class Extents(NamedTuple):
 
 @dataclass(eq=False)
 class AttentionCall:
-    """One attention call of a model: its sizes, types, options and, if measured, its times.
+    """One attention call of a model: sizes, types, options and, if measured, times.
 
     Attributes
     ----------
@@ -96,13 +96,13 @@ class AttentionCall:
 
     @property
     def place(self) -> str | None:
-        """Return "cpu" or "cuda" for where the call ran, or None if its tensors have no values."""
+        """Return "cpu" or "cuda", the device of the call, or None for tensors without values."""
         kind = self.device.partition(":")[0]
         return kind if kind in ("cpu", "cuda") and "fake" not in self.device else None
 
     @property
     def note(self) -> str:
-        """Say which parts of the call are not counted, and why; "" if all is counted."""
+        """Return which parts of the call are not counted, and why; "" if all parts are counted."""
         dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
         notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
         try:
@@ -112,7 +112,7 @@ class AttentionCall:
         return "; ".join(filter(None, notes))
 
     def trace(self, *, algorithm: str = "flash2", seed: int = 0, **options: Any) -> Trace:
-        """Run the simulator on this call and return its trace, for pictures and the player.
+        """Run the simulator on this call and return the trace, for pictures and the player.
 
         The simulation uses the recorded q, k and v if `watch` copied them, else random tensors
         (`seed`). `options` are keywords of `flashsim.run`.
@@ -128,8 +128,8 @@ class AttentionCall:
         for name, given in (("bias", p.bias is not None), ("sinks", p.sinks)):
             if given:
                 raise UnsupportedError(
-                    f"{self!r} has {name}, whose numbers are not recorded; run it with "
-                    f"flashsim.run(q, k, v, {name}=...)"
+                    f"{self!r} has {name}, but watch does not record its values; call "
+                    f"flashsim.run(q, k, v, {name}=...) instead"
                 )
         q, k, v = self._random(seed) if self.inputs is None else map(_numpy, self.inputs)
         for name in ("causal", "window", "softcap", "scale", "mask"):
@@ -163,7 +163,7 @@ class AttentionCall:
 
 
 def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Tensor, ...] | None:
-    """Return 4-D copies of q, k and v, or None if they have no values or exceed `limit` bytes."""
+    """Return 4-D copies of q, k and v; return None without values or above `limit` bytes."""
     s = sizes
     wanted = (
         (s.batch, s.heads, s.n_q, s.head_dim),

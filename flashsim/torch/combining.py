@@ -12,13 +12,13 @@ from flashsim.torch.process_group import Parcel
 
 @dataclass(frozen=True)
 class Share:
-    """Gradients, by tensor name, of the tensor rows that the slice `rows` selects."""
+    """Gradients of a range of tensor rows (the slice `rows`), by tensor name."""
 
     parts: Parcel
     rows: slice
 
     def widened(self, **whole: Tensor) -> Share:
-        """Return float32 gradients of all rows, which are zeros outside of this share's rows."""
+        """Return float32 gradients of all rows, with zeros outside of the slice `rows`."""
         parts = {}
         for name, x in whole.items():
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -33,7 +33,7 @@ class Share:
             self.parts[name][:, :, other.rows].add_(x)
 
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
-        """Return this share's gradients plus a rank's own block's gradients, rounded once."""
+        """Return the sum of this share's gradients and a rank's own gradients, rounded once."""
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
             if name in self.parts:
@@ -49,7 +49,7 @@ NOTHING = Share({}, slice(0, 0))
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge `part`, the attention over other keys, into `out` and the LSE in place, in float32."""
+    """Merge attention over more keys (`part`) into `out` and the LSE, in place and in float32."""
     if out.is_cuda:
         from flashsim.backends.cupy_gpu.merge import merge_into as fused
 

@@ -67,7 +67,7 @@ def compiled_flex(observe: Observer) -> Iterator[None]:
 def _noting(
     run: Callable[..., Any], around: _Around, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return a function that calls `run`, and lists `options` in `around` during the call."""
+    """Return a function that calls `run`, with `options` in the list `around` during the call."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _noting(
 
 
 def _entered(model: Any, around: _Around, options: dict[str, Any]) -> Any:
-    """Add hooks to a compiled module that list `options` in `around` while the module runs."""
+    """Add hooks to a compiled module that put `options` in the list `around` during each run."""
 
     def enter(*_: Any) -> None:
         around.options.append(options)

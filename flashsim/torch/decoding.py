@@ -37,9 +37,9 @@ def decode(
 
     If cache lengths, starts and block table are GPU tensors, the decode kernel reads them itself.
     With lengths and block table on the GPU, a call never waits for the GPU, works under
-    torch.compile, and can be captured in a CUDA graph that is replayed with other lengths. The
-    decode kernels support float16 and bfloat16, and head dimensions up to 256. For other types and
-    widths, torch's own operators run on the GPU.
+    torch.compile, and can be captured in a CUDA graph. New lengths may be written before a replay
+    of the graph. The decode kernels support float16 and bfloat16, and head dimensions up to 256.
+    For other types and widths, torch's own operators run on the GPU.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def decode(
 
 
 def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
-    """Return one integer per sequence as an int32 tensor on q's device; None stays None."""
+    """Return an int32 tensor on q's device with one integer per sequence; None stays None."""
     if given is None:
         return None
     if isinstance(given, int) and not isinstance(given, bool):
@@ -172,7 +172,7 @@ def _problem(
     entries: Tensor | None,
     asked: _Question,
 ) -> Problem:
-    """Check shapes and types, and return a `Problem` as if all keys of the cache were in use."""
+    """Check shapes and types, and return a `Problem` that assumes that all cached keys are live."""
     found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
         raise ShapeError(

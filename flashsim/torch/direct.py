@@ -1,8 +1,8 @@
 """Repeated calls of `attention` run directly on an engine: only the first call is checked.
 
-A `Ready` is a checked call; its cache key contains all values that the checks read. In eager mode,
-a `Ready` runs as a plain `torch.autograd.Function`. Under torch.compile, a `Ready` runs inside
-``flashsim::attend``, whose few arguments torch dispatches quickly. If something observes or
+A `Ready` is a checked call; a `Ready`'s cache key contains all values that the checks read. In
+eager mode, a `Ready` runs as a plain `torch.autograd.Function`. Under torch.compile, a `Ready` runs
+inside ``flashsim::attend``, whose few arguments torch dispatches quickly. If something observes or
 transforms operators (a dispatch mode, torch.func, forward mode, torch.jit.trace),
 ``flashsim::attention`` runs instead.
 
@@ -134,13 +134,13 @@ def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def about(n: int) -> int:
-    """Return `n`, a number of keys, rounded up so that similar cache lengths share a `Ready`."""
+    """Return the number of keys `n`, rounded up so that similar cache lengths share a `Ready`."""
     step = max(128, 1 << max(n.bit_length() - 5, 0))
     return -(-n // step) * step
 
 
 def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
-    """Return a function that runs the decode kernel on tensors like these, of any cache length."""
+    """Return a function that runs the decode kernel for these tensor types and any cache length."""
     import flashsim.backends.cupy_gpu.engine as cupy_engine
 
     if q.shape[2] == 1:  # one query sees all keys, since its own is the last
@@ -154,7 +154,7 @@ _MOST = 1024
 
 
 def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Return the cached `Ready` for tensors like these; check the call first if there is none."""
+    """Return the cached `Ready` for these tensor types; if none is cached, check the call first."""
     key = _key(q, k, v, question)
     found = _READY.get(key)
     return _kept(key, Ready(q, k, v, question)) if found is None else found
@@ -191,7 +191,7 @@ def unwatched() -> bool:
 
 
 def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
-    """Return the cached call (or None) and the cache key (or () if the call must not be cached)."""
+    """Return (cached call or None, cache key); the key is () if the call must not be cached."""
     if not type(q) is type(k) is type(v) is Tensor or not unwatched():
         return None, ()
     try:
@@ -204,7 +204,7 @@ def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None,
 
 
 def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Check a call of `attention`, and cache its `Ready` under the key that `known` returned."""
+    """Check a call of `attention`, and cache a `Ready` under the key that `known` returned."""
     return _kept(key, Ready(q, k, v, question))
 
 
@@ -267,7 +267,7 @@ _LIBRARY.define(
 
 
 def words(causal: bool, left: int, right: int, algorithm: str, deterministic: Any, by: str) -> str:
-    """Return a call's options, except softcap and scale, as one string for torch operators."""
+    """Return one string, for torch operators, with a call's options except softcap and scale."""
     return f"{causal} {left} {right} {algorithm} {deterministic} {by}"
 
 

@@ -4,7 +4,7 @@ Code written for the ``flash_attn`` package (FlashAttention-2) runs after you ch
 `flashsim.torch.flash_attn_interface` is for FlashAttention-3's package. Tensors are (batch, n,
 heads, head_dim), or (tokens, heads, head_dim) for packed sequences. The causal mask and the window
 are aligned to the end of the keys. Errors are `FlashSimError`; dropout raises UnsupportedError.
-ALiBi needs no bias matrix, because it is computed as a score function.
+ALiBi needs no bias matrix, because a score function computes ALiBi.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def flash_attn_with_kvcache(
     """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
     On a GPU, the kernel itself reads cache lengths and block tables. A call does not wait for the
-    GPU, and a CUDA graph can capture it. With `alibi_slopes`, lengths are read on the host instead,
-    and the live keys are copied. For arguments not listed here, see `flash_attn_func`.
+    GPU, and a CUDA graph can capture it. With `alibi_slopes`, the call reads lengths on the host,
+    and copies the live keys. For arguments not listed here, see `flash_attn_func`.
 
     Parameters
     ----------

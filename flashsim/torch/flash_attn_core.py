@@ -32,7 +32,7 @@ def varlen(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return out, (tokens, heads, d), and the LSE, (heads, tokens), of packed sequences."""
+    """Return packed sequences' output (tokens, heads, d) and LSE (heads, tokens)."""
     of_q, of_k = _offsets("cu_seqlens_q", cu_seqlens_q), _offsets("cu_seqlens_k", cu_seqlens_k)
     if len(of_q) != len(of_k):
         raise ShapeError(
@@ -80,8 +80,8 @@ def with_cache(
 ) -> tuple[Tensor, Tensor]:
     """Rotate new rows, append keys and values to the cache, and compute attention over the cache.
 
-    The results are out, (batch, n_q, heads, d), and the LSE, (batch, heads, n_q). New rows are
-    rotated by the positions in `at`, or by `lengths` if `at` is None.
+    The results are an output of shape (batch, n_q, heads, d) and an LSE of shape (batch, heads,
+    n_q). New rows are rotated by the positions in `at`, or by `lengths` if `at` is None.
     """
     if table is not None and entries is not None:
         table, entries = table[entries.long()], None
@@ -168,7 +168,7 @@ def packed_over_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate, append and compute attention like `with_cache`, for packed (tokens, heads, d) arrays.
+    """Do the work of `with_cache` (rotate, append, attend) for packed (tokens, heads, d) arrays.
 
     Cache lengths are read on the host, and `splits` has no effect.
     """
@@ -223,7 +223,7 @@ def rotated(
     interleaved: bool,
     moves: bool = True,
 ) -> Tensor:
-    """Return `x`, (batch, n, heads, d), with its first columns rotated by their rows' positions.
+    """Return `x`, (batch, n, heads, d), with the first columns rotated by each row's position.
 
     Row i of sequence b has position ``offsets[b] + i``, or ``offsets[b]`` if `moves` is false. The
     rotation is computed in float32 and rounded once.
@@ -282,9 +282,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
 
-    `cuts` divides a batch of 1 into packed sequences. In `window`, None means no limit, and so does
-    a negative number unless `signed`. If `signed` is true, a negative number moves that limit of
-    the window across the diagonal.
+    `cuts` divides a batch of 1 into packed sequences. In `window`, None means no limit; if `signed`
+    is false, a negative number also means no limit. If `signed` is true, a negative number moves
+    the limit to the diagonal's opposite side.
     """
     q, k, v = _widened(q, k, v, descales, cuts)
     if qv is not None:
@@ -321,8 +321,8 @@ def attend(
 def _chunked(cuts: Cuts, chunk: int) -> Cuts:
     """Cut each sequence at the positions that are multiples of `chunk`.
 
-    Query i of a sequence has the same position as key ``i + n_k - n_q``, also in each piece, so
-    masks do not change. Pieces without queries or keys are kept.
+    In each piece, query i still has the position of key ``i + n_k - n_q``, so masks do not change.
+    Pieces may have no queries or no keys.
     """
     of_q, of_k = [0], [0]
     for (a, b), (c, d) in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True):
@@ -342,7 +342,7 @@ def _chunked(cuts: Cuts, chunk: int) -> Cuts:
 def _widened(
     q: Tensor, k: Tensor, v: Tensor, descales: tuple[Tensor | None, ...], cuts: Cuts | None
 ) -> tuple[Tensor, ...]:
-    """Return FP8 inputs as bfloat16, multiplied by their descales; other inputs unchanged."""
+    """Return FP8 inputs as bfloat16, multiplied by the descales, and any other inputs unchanged."""
     if q.dtype not in _FP8:
         if any(x is not None for x in descales):
             raise DTypeError(
@@ -409,8 +409,7 @@ def _by_functions(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with ALiBi as a score function and a signed window as a mask function.
 
-    Sequences are computed one by one if they have their own slopes, or if ``n_k - n_q``, the key
-    where the diagonal starts, differs.
+    Sequences are computed one by one if slopes or diagonals (``n_k - n_q``) differ between them.
     """
     q, k, v = taken(q=q, k=k, v=v)
     batch, heads = q.shape[:2]
@@ -447,7 +446,7 @@ def _functions_of(
     start: int,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention with ALiBi and a signed window; all diagonals must start at key `start`."""
+    """Compute attention with ALiBi and a signed window, if all diagonals start at key `start`."""
     mask = None
     if tuple(window) != (None, None):
         mask = MaskFunction.of(_signed_window(window, _start_array(start, q)))
@@ -508,7 +507,7 @@ def _signed_window(window: Window, starts: Tensor) -> Callable[..., Any]:
 def _kept_rows(
     of: tuple[int, ...], used: Sequence[int] | None, x: Tensor
 ) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the indices of the rows in use (None: all), and the sequences' offsets among them."""
+    """Return the indices of rows in use (None: all rows), and sequence offsets among these rows."""
     if used is None:
         return None, of
     rows = [torch.arange(a, a + n) for a, n in zip(of, used, strict=False)]
@@ -530,7 +529,7 @@ def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | N
 
 
 def _from_pages(x: Tensor, table: Tensor, of: tuple[int, ...]) -> Tensor:
-    """Copy sequences out of pages, (pages, page_size, heads, d), into one (tokens, heads, d)."""
+    """Copy sequences from pages (pages, page_size, heads, d) to an array (tokens, heads, d)."""
     parts = []
     for b, (start, stop) in enumerate(_pairs(of)):
         n = stop - start

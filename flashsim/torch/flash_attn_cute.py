@@ -1,13 +1,12 @@
 """The interface of FlashAttention's CuTe kernels: ``from flashsim.torch import flash_attn_cute``.
 
-Code written for ``flash_attn.cute`` (the package flash-attn-4) runs by changing one import. Tensor
-layouts and masks are those of `flashsim.torch.flash_attn`, except for `window_size`. In
-`window_size`, a negative number is a position on the other side of the diagonal, and only None
-means no limit. As in flash-attn-4, a causal mask replaces the right limit, and two limits that
-leave no key are both ignored. `num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths
-`max_seqlen_q` to `min_seqlen_k` only tune speed in flash-attn-4, and have no effect here. Errors
-are `FlashSimError`; functions in CuTe DSL, and block-sparse and gathered keys, raise
-UnsupportedError.
+Code written for ``flash_attn.cute`` (the package flash-attn-4) runs after you change one import.
+Tensor layouts and masks are those of `flashsim.torch.flash_attn`, except for `window_size`. In
+`window_size`, a negative number is a position past the diagonal, and only None means no limit. As
+in flash-attn-4, a causal mask replaces the right limit, and two limits that leave no key are both
+ignored. `num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths `max_seqlen_q` to
+`min_seqlen_k` only tune speed in flash-attn-4, and have no effect here. Errors are `FlashSimError`;
+functions in CuTe DSL, and block-sparse and gathered keys, raise UnsupportedError.
 """
 
 from __future__ import annotations
@@ -154,9 +153,9 @@ def flash_attn_varlen_func(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of sequences of different lengths, with a gradient.
 
-    Queries and keys are each packed, (tokens, heads, head_dim), with their offsets as
-    `cu_seqlens_q` and `cu_seqlens_k`, or padded, (batch, n, heads, head_dim). Offsets and lengths
-    are read on the host. For arguments not listed here, see `flash_attn_func`.
+    Queries or keys are packed, (tokens, heads, head_dim), with offsets `cu_seqlens_q` or
+    `cu_seqlens_k`, or padded, (batch, n, heads, head_dim). Offsets and lengths are read on the
+    host. For arguments not listed here, see `flash_attn_func`.
 
     Parameters
     ----------
@@ -226,12 +225,12 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: flash-attn-4 plans its tile scheduler with this function, flashsim does not."""
+    """Return None: unlike flash-attn-4's, flashsim's tile scheduler needs no plan."""
     return
 
 
 def _packed(name: str, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
-    """Return the rows of all sequences, packed into one array, and each sequence's offset."""
+    """Return an array with the rows of all sequences, packed, and each sequence's offset."""
     if cu_seqlens is not None:
         return x, cu_seqlens
     if x.ndim != 4:
@@ -243,7 +242,7 @@ def _packed(name: str, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, An
 
 
 def _of_pages(k: Tensor, table: Tensor, cu_seqlens: Tensor | None, used: Tensor | None) -> Any:
-    """Return the offsets that sequences would have if their pages were packed into one array."""
+    """Return each sequence's offset in an array into which all pages are packed."""
     if cu_seqlens is not None:
         raise OptionError(
             "page_table= cannot be combined with cu_seqlens_k=; pass the lengths as seqused_k="
@@ -262,7 +261,7 @@ def _resolved(window: Window, causal: bool) -> Window:
 
 
 def _check_absent(**options: Any) -> None:
-    """Raise UnsupportedError for the first option that is not None, because flashsim lacks it."""
+    """Raise UnsupportedError for the first of these unsupported options that is not None."""
     for name, value in options.items():
         if value is not None:
             raise UnsupportedError(f"flashsim does not support {name}=; {_ABSENT[name]}")

@@ -146,7 +146,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute attention of packed sequences, (tokens, heads, head_dim), with a gradient.
 
-    Sequence offsets and lengths are read on the host. For other arguments, see `flash_attn_func`.
+    Sequence offsets and lengths are read on the host. For arguments not listed here, see
+    `flash_attn_func`.
 
     Parameters
     ----------
@@ -253,5 +254,5 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: FlashAttention-3 plans its tile scheduler here, and flashsim needs no plan."""
+    """Return None: unlike FlashAttention-3's, flashsim's tile scheduler needs no plan."""
     return

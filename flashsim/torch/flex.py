@@ -1,4 +1,4 @@
-"""`flex_attention`: torch's FlexAttention, with its functions unchanged, on flashsim's engines."""
+"""`flex_attention`: runs torch's FlexAttention, with unchanged functions, on flashsim's engines."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def flex_attention(
 ) -> Any:
     """Compute attention with a score function and a mask, like torch's `flex_attention`.
 
-    Gradients are computed of query, key, value, sinks, and each captured tensor of `score_mod` with
-    ``requires_grad``, on the CPU and on a GPU. `flex_attention` works under
-    ``torch.compile(fullgraph=True)``.
+    On the CPU and on a GPU, query, key, value, sinks and each captured tensor of `score_mod` with
+    ``requires_grad`` get gradients. `flex_attention` works under ``torch.compile(fullgraph=True)``.
 
     Parameters
     ----------
@@ -228,7 +227,7 @@ def _of_blocks(block_mask: Any) -> Callable[..., Any]:
 
 
 def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """Return two boolean tensors: the blocks that a `BlockMask` lists, and those it lists as full.
+    """Return two boolean tensors: the blocks in a `BlockMask`, and the blocks listed as full.
 
     The boolean tensors have the shape (batch, heads, block rows, block columns).
     """
@@ -240,7 +239,7 @@ def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
 
 
 def _dense(counts: Tensor, indices: Tensor) -> Tensor:
-    """Return a boolean per block of scores, from the list of columns in each row of blocks."""
+    """Return one boolean per block of scores, from lists of each block row's kept columns."""
     columns = indices.shape[-1]
     number = torch.arange(columns, device=indices.device)
     at = torch.where(number < counts[..., None], indices, columns).long()

@@ -1,6 +1,6 @@
 """Makes `flex_attention` work in ``torch.compile``, as an operator with functions as subgraphs.
 
-Dynamo, the compiler's tracer, inlines Python functions, so it cannot pass a function as a value.
+Dynamo, the compiler's tracer, inlines Python functions, and so cannot pass a function as a value.
 Dynamo traces functions separately, as subgraphs, only for torch's own flex attention, a
 "higher-order operator". Dynamo treats `compiled` as torch's flex attention. When called, `compiled`
 converts the subgraphs to flashsim's graphs, and passes the graphs as text to
@@ -50,7 +50,7 @@ def forward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run `flashsim.run` with functions as text; `wanted` captured arrays get gradients later."""
+    """Run `flashsim.run` with functions as text; `wanted` names the arrays that get gradients."""
     passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
     return passes.forward(q, k, v, sinks)
 
@@ -81,7 +81,7 @@ def backward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Run `flashsim.backward`; return the gradients, with an empty dsinks if there are no sinks."""
+    """Run `flashsim.backward`; return the gradients, with an empty tensor as dsinks if unused."""
     passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
     dq, dk, dv, dsinks, captured = passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks, captured
@@ -224,7 +224,7 @@ compiled = _Compiled()
 
 
 def _function(subgraph: Any, captured: Sequence[Any], of_score: bool) -> Callable[..., Any]:
-    """Return a Python function that computes a subgraph of Dynamo."""
+    """Return a Python function that evaluates one of Dynamo's subgraphs."""
     body = _Body(subgraph)
     numbers = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     arrays = tuple(numbers.get(type(x), lambda same: same)(x) for x in captured)
@@ -235,18 +235,18 @@ def _function(subgraph: Any, captured: Sequence[Any], of_score: bool) -> Callabl
 
 
 class _Body:
-    """A subgraph that Dynamo made; the subgraph is called with symbols as arguments."""
+    """A subgraph from Dynamo, which can be called with symbols as arguments."""
 
     def __init__(self, subgraph: Any) -> None:
         self._graph = subgraph
 
     def held(self) -> tuple[Tensor, ...]:
-        """Return the tensors that the subgraph stores as attributes, in the order of its nodes."""
+        """Return the tensors that the subgraph stores as attributes, in node order."""
         nodes = self._graph.graph.find_nodes(op="get_attr")
         return tuple(getattr(self._graph, node.target) for node in nodes)
 
     def value(self, given: Sequence[Any], held: Sequence[Any]) -> Any:
-        """Compute Dynamo's subgraph node by node, and return its result."""
+        """Evaluate Dynamo's subgraph node by node, and return the result."""
         found: dict[Any, Any] = {}
         inputs, own = iter(given), iter(held)
         for node in self._graph.graph.nodes:
@@ -269,7 +269,7 @@ class _Body:
 
 
 def _called(target: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Call the function of one node of a subgraph, or index an array if the node is an index."""
+    """Evaluate one node of a subgraph: call the node's function, or index an array."""
     indexed = len(args) == 2 and isinstance(args[1], (tuple, list))
     if indexed and isinstance(args[0], (Captured, Symbol)) and "index" in _name(target).lower():
         return args[0][tuple(args[1])]

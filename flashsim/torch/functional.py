@@ -40,9 +40,8 @@ def attention(
     """Compute ``softmax(mask(softcap(scale q k^T) + bias)) v`` as a torch operator with a gradient.
 
     The operator works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and
-    ``vmap`` (the mapped axis becomes part of the batch), and on the meta device. Autocast casts q,
-    k, v and bias, as it does for torch's own attention. The backward pass needs only the inputs,
-    out and the LSE, which is one number per row.
+    ``vmap``, and on the meta device. Autocast casts q, k, v and bias, as it does for torch's own
+    attention. The backward pass needs only the inputs, out and the LSE (one number per row).
 
     Parameters
     ----------
@@ -125,7 +124,7 @@ def attention(
 
 
 def taken(**tensors: Any) -> list[Tensor]:
-    """Check that tensors are dense, 2-D to 4-D and on one device; return them, cast by autocast."""
+    """Check that tensors are dense, 2-D to 4-D and on one device; return the autocast tensors."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise DTypeError(
@@ -181,7 +180,7 @@ def default_backend(x: Tensor) -> str:
 
 
 def _expand(x: Tensor) -> Tensor:
-    """Add leading axes of length 1 to make a tensor 4-D; return a 4-D tensor itself, not a view.
+    """Return a 4-D view with leading axes of length 1, or the tensor itself if it is 4-D.
 
     If the same tensor is passed as q, k and v, views would change the order in which torch adds the
     three gradients.
@@ -203,7 +202,7 @@ class FlashAttention(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``FlashAttention.apply(q, k, v, is_causal)``.
 
     q is (batch, n_q, d); k and v are (batch, n_k, d). For the backward pass, q, k, v, the output
-    and L, (batch, n_q), are saved. Stanford CS336's assignment 2 asks for this interface.
+    and L of shape (batch, n_q) are saved. Stanford CS336's assignment 2 asks for this interface.
     """
 
     jvp = staticmethod(ops.no_forward_mode)

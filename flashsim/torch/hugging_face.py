@@ -1,10 +1,10 @@
 """Adds flashsim to Hugging Face's transformers: an attention function and a mask function.
 
-Once per step, a model in transformers calls the mask function, and passes the resulting mask to the
-attention function of each layer. The mask function of flashsim returns a `Band` if the mask is
-full, causal or a window, with or without padding. For any other pattern, the mask function returns
-a mask tensor. The mask function never returns None. If it returned None, a layer would follow its
-own `is_causal`, which some layers set wrongly or lack.
+Once per step, a transformers model calls the mask function, and passes the mask to each layer's
+attention function. The mask function of flashsim returns a `Band` if the mask is full, causal or a
+window, with or without padding. For any other pattern, the mask function returns a mask tensor. The
+mask function never returns None. After None, a layer would follow the attribute `is_causal`, which
+some layers lack or set wrongly.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def register(name: str) -> None:
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise UnsupportedError(
             "flashsim's attention needs transformers 5.4 or later, but found "
-            f"{transformers.__version__}, which makes masks in another way: pip install "
-            "--upgrade transformers"
+            f"{transformers.__version__}: pip install --upgrade transformers"
         )
     AttentionInterface.register(name, attend)
     AttentionInterface.register(f"paged|{name}", attend_paged)
@@ -107,11 +106,10 @@ class Band:
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> NoReturn:
-        """Raise for a model that computes with its mask but did not request a mask tensor."""
+        """Raise an error: a model that computes with a mask must request a mask tensor."""
         raise _NoTensor(
-            "this model computes with its attention mask as a tensor, which flashsim's "
-            "attention does not build; call model.set_attn_implementation('eager') for this "
-            "model"
+            "this model's own code reads the attention mask as a tensor, but flashsim's attention "
+            "creates no mask tensor; call model.set_attn_implementation('eager')"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -211,7 +209,7 @@ def mask(
 
 
 def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
-    """Return True if a model requests the mask as a tensor, which the model will read."""
+    """Return True if a model requests the mask as a tensor, in order to read the mask itself."""
     skip = f"allow_is_{'causal' if band.causal else 'bidirectional'}_skip"
     return not rest.get(skip, True) and not (n_q == 1 and start + 1 <= n_kv)
 
@@ -229,7 +227,7 @@ def _live(
     batch: int,
     device: Any,
 ) -> Band | None:
-    """Return the `Band` for a few queries of a static cache, or None if padding prevents a `Band`.
+    """Return the `Band` of a decoding step with a static cache; None if padding prevents a `Band`.
 
     The `Band` has the same attributes for every token, so torch never recompiles the code.
     """
@@ -251,7 +249,7 @@ def _live(
 
 
 def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) -> Band | None:
-    """Return the `Band` for these queries and keys, or None if their mask is not a band."""
+    """Return the `Band` for these queries and keys, or None if the mask is not a band."""
     end, window = start + n_q, band.window
     if window is not None and n_kv <= window[0] + 1:
         window = None
@@ -329,10 +327,10 @@ def attend(
     position_bias: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of a transformers layer: (batch, heads, n, d) to (batch, n, heads, d).
+    """Compute a layer's attention of (batch, heads, n, d) inputs; return (batch, n, heads, d).
 
-    UnsupportedError is raised for dropout, a paged cache, keys or blocks of keys that an indexer
-    chose, or a request for the probabilities.
+    Dropout, a paged cache, keys chosen by an indexer, or a request for the probabilities raise
+    UnsupportedError.
     """
     if (
         type(attention_mask) is Band
@@ -400,10 +398,10 @@ def attend_paged(
     cache: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention over the paged cache of transformers' continuous batching.
+    """Compute a layer's attention over the paged cache that continuous batching uses.
 
     Queries, new keys and new values are (1, heads, tokens, d); the output is (1, tokens, heads, d).
-    UnsupportedError is raised if there is no paged cache. Newer versions of transformers update the
+    A call without a paged cache raises UnsupportedError. Newer versions of transformers update the
     cache themselves, and call `attend`.
     """
     if cache is None:
@@ -421,10 +419,10 @@ def attend_paged(
 def _added(mask: Tensor, query: Tensor) -> Tensor:
     """Turn a mask into a bias: -inf at masked keys, so that a row without keys gives zeros.
 
-    In a float mask, two kinds of numbers mask a score: numbers near the lowest of their type, and
-    numbers whose sum with the score keeps no digit of the score (-1e9 in float32). If -1e9 masked
-    all n keys of a row, rounding would lose the term log n of the row's LSE. A backward pass would
-    then recompute P = 1 instead of P = 1 / n.
+    A number near the lowest number of a float mask's type masks the score. A number such as -1e9,
+    to which float32 adds a score without keeping a digit, also masks the score. If -1e9 masked all
+    n keys of a row, rounding would lose the term log n of the row's LSE. The backward pass would
+    recompute P = 1 instead of P = 1 / n.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -440,7 +438,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 
 def _between(band: Band, n_kv: int) -> Tensor:
-    """Return a tensor (batch, n_kv) that is True for keys between a `Band`'s starts and stops."""
+    """Return booleans (batch, n_kv) that are True for keys between a `Band`'s starts and stops."""
     assert band.starts is not None
     assert band.stops is not None
     at = torch.arange(n_kv, device=band.starts.device)
@@ -484,7 +482,7 @@ def _without_padding(
 
 
 def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the tokens without padding, (1, heads, tokens, d), their indices, and the offsets."""
+    """Return unpadded tokens, (1, heads, tokens, d), the tokens' indices, and sequence offsets."""
     batch, heads, n, d = x.shape
     kept = torch.ones(1, n, dtype=torch.bool, device=x.device) if kept is None else kept
     kept = kept.to(x.device).expand(batch, n)
@@ -497,10 +495,10 @@ def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
 _SINKS = ("s_aux", "sinks")
 #: What a layer cannot have, by the argument that requests it.
 _REFUSED = {
-    "indices": "only those keys that an indexer chose",
-    "block_indices": "only those blocks of keys that an indexer chose",
+    "indices": "attention to only those keys that an indexer chose",
+    "block_indices": "attention to only those blocks of keys that an indexer chose",
     "cache": "a paged cache",
-    "output_attentions": "the probabilities, which it never holds",
+    "output_attentions": "returning the probabilities",
 }
 #: The other arguments of a layer that keep its call from the fast path of `attend`.
 _SPECIAL = frozenset((*_SINKS, "cu_seq_lens_q", *_REFUSED))
@@ -516,6 +514,6 @@ def _refuse(dropout: float, rest: dict[str, Any]) -> None:
         given = rest.get(name)
         if given is not None and given is not False:
             raise UnsupportedError(
-                f"flashsim's attention does not give a model {what} (argument {name}); use "
+                f"flashsim's attention does not support {what} (argument {name}); use "
                 "model.set_attn_implementation('eager'), which does"
             )

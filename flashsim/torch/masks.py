@@ -1,4 +1,4 @@
-"""Recognise a mask tensor's pattern: causal, a window, a bias, or a mask that is not counted."""
+"""Recognise a mask tensor's pattern: causal, a window, a bias, or a mask that counts ignore."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def has_values(x: Tensor) -> bool:
 def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
     """Return the `Pattern` of a mask that broadcasts to (batch, heads, n_q, n_kv).
 
-    An additive mask counts as boolean if it adds only 0 and about the lowest number of its type. If
-    its values cannot be read, an additive mask per head counts as a bias, because boolean masks
+    An additive mask counts as boolean if all numbers are 0 or near the type's lowest number. If an
+    additive mask's values cannot be read, a mask per head counts as a bias, because boolean masks
     rarely differ between heads.
     """
     bias = added(mask, batch, heads)
@@ -92,13 +92,13 @@ def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
 
 
 def added(x: Tensor, batch: int, heads: int) -> tuple[int, int]:
-    """Return `Problem.bias`: the numbers of bias matrices along the batch and along the heads."""
+    """Return the value for `Problem.bias`: numbers of bias matrices along batch and heads."""
     lead = (1, 1, *x.shape)[-4:-2]
     return batch if lead[0] > 1 else 1, heads if lead[1] > 1 else 1
 
 
 def _boolean(kept: Tensor, n_q: int, n_kv: int) -> Pattern:
-    """Return the `Pattern` of a mask (any, n_q or 1, n_kv or 1) that is True for kept scores."""
+    """Return the `Pattern` of a boolean mask, (any, n_q or 1, n_kv or 1), True for kept scores."""
     if bool(kept.all()):
         return Pattern()
     kept = kept.expand(-1, n_q, n_kv)

@@ -44,7 +44,7 @@ def forward(
     deterministic: bool | None,
     **question: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run `flashsim.run`; return out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
+    """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q) of `flashsim.run`."""
     asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
     result = execution.run(*map(readable, (q, k, v)), **asked)
     return result.out, result.lse
@@ -84,7 +84,7 @@ def backward(
 
 
 def _given(bias: Tensor | None, of_q: Any, of_k: Any, sinks: Tensor | None) -> dict[str, Any]:
-    """Return the keywords of `flashsim.run` for the operator's tensors other than q, k and v."""
+    """Return `flashsim.run`'s keywords for all of the operator's tensors except q, k and v."""
     return {
         **{"cu_seqlens_q": of_q, "cu_seqlens_k": of_k},
         "bias": None if bias is None else readable(bias),
@@ -121,7 +121,7 @@ def forward_shapes(
     backend: str,
     **question: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return empty tensors shaped like the results; raise the errors that a run would raise.
+    """Return empty tensors shaped like the results; raise the same errors as a real run.
 
     Offsets and a compiler's symbolic sizes have no values yet; the operator checks both at run
     time.
@@ -193,7 +193,7 @@ backward.register_autograd(no_second)
 
 
 def no_forward_mode(*_: Any) -> NoReturn:
-    """Raise UnsupportedError, because flashsim's autograd functions have no forward mode, `jvp`."""
+    """Raise UnsupportedError, because flashsim does not support forward mode (`jvp`)."""
     raise UnsupportedError(
         "flashsim's attention has no forward mode (torch.func.jvp, jacfwd, linearize, "
         "torch.autograd.forward_ad): use reverse mode (backward(), torch.func.grad, vjp or "
@@ -205,7 +205,7 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """Run `forward`; unlike the operator itself, also support gradients by torch.func."""
+    """Run `forward`, with support for torch.func's gradients, which the operator itself lacks."""
     if _transformed():
         return _Forward.apply(*tensors, question)
     return forward(*tensors, **question)
@@ -220,7 +220,7 @@ def _transformed() -> bool:
 
 
 def pulled_back(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
-    """Run `backward`; unlike the operator itself, also work inside torch.func's transforms."""
+    """Run `backward`, with support for torch.func's transforms, which the operator itself lacks."""
     if _transformed():
         return _Backward.apply(*tensors, question)
     return backward(*tensors, **question)
@@ -286,7 +286,7 @@ def forward_folded(
 ) -> Any:
     """Run `forward` or `differentiable` under torch.vmap, with the mapped axis in the batch.
 
-    With sinks, `function` runs once per mapped entry, because a whole batch shares its sinks.
+    With sinks, `function` runs once per mapped entry, because all entries of a batch share sinks.
     """
     _refuse_packed(cu_seqlens_q, cu_seqlens_k)
     if sinks is not None:

@@ -1,4 +1,4 @@
-"""Messages between ranks of a process group: ranks agree on arguments, then send tensors.
+"""Messages between ranks of a process group, which agree on arguments before tensors are sent.
 
 The module only uses `batch_isend_irecv` of torch.distributed, with gloo on the CPU and NCCL on
 GPUs. On GPUs, messages run on a separate CUDA stream and overlap the kernels. If a rank fails, dies
@@ -43,7 +43,7 @@ Parcel = dict[str, Tensor]
 
 
 def parcel(**tensors: Tensor) -> Parcel:
-    """Return a parcel of tensors, which is sent as one message; tensors become contiguous."""
+    """Return contiguous tensors as a parcel, which is sent as one message."""
     return {name: x.contiguous() for name, x in tensors.items()}
 
 
@@ -62,7 +62,7 @@ class Pending:
     def wait(self) -> None:
         """Wait for all sends and receives (on a GPU, only the current stream waits).
 
-        RankError is raised if another rank is gone, or the group's timeout has passed.
+        If another rank is gone, or the group's timeout has passed, RankError is raised.
         """
         with _explaining(self._what):
             for work in self._works:
@@ -88,13 +88,13 @@ class Member:
             )
 
     def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
-        """Start to send all ranks this rank's arguments, `mine`, and whether it has an `error`."""
+        """Start to send this rank's arguments (`mine`) and the flag `error` to all ranks."""
         return Inquiry(self, mine, error)
 
     def exchange(
         self, going: Sequence[tuple[Parcel, int]], coming: Sequence[tuple[Parcel, int]], what: str
     ) -> Pending:
-        """Start to send and to receive (parcel, rank) pairs, all in one batch."""
+        """Start to send parcels to ranks and to receive parcels from ranks, all in one batch."""
         for counter in _COUNTERS:
             for tensors, _ in going:
                 for name, x in tensors.items():
@@ -120,7 +120,7 @@ HEAD_START = 20_000
 
 
 class Inquiry:
-    """A running comparison of the arguments of all ranks."""
+    """A comparison of all ranks' arguments that is in progress."""
 
     #: The arguments on which all ranks of a group agreed before.
     _known: ClassVar[set[tuple[Any, ...]]] = set()
@@ -150,7 +150,8 @@ class Inquiry:
         told = [x.tolist() for x in self._everyone]
         wrong = [rank for rank, (failed, *_) in enumerate(told) if failed]
         if wrong:
-            raise RankError(f"{_ranks(wrong)} failed; see the error that was printed there")
+            there = _ranks(wrong)
+            raise RankError(f"{there} failed; read the error message that {there} printed")
         if told.count(told[0]) < len(told):
             self._refuse(told)
         self._known.add(self._key)
@@ -214,6 +215,6 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _named(name: str, value: int) -> str:
-    """Return the text, for an error message, of an argument that ranks compared as a number."""
+    """Return an argument, which ranks compare as a number, as text for an error message."""
     names = {"dtype": DTYPES, "scheme": SCHEMES, "causal": ("no", "yes")}.get(name)
     return str(value) if names is None else str(names[value]).removeprefix("torch.")

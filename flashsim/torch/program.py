@@ -11,7 +11,7 @@ from unittest import mock
 
 
 def run(script: Path, arguments: Sequence[str] = ()) -> int:
-    """Run a Python program to its end, print its error if any, and return its exit code."""
+    """Run a Python program to the end, print any error, and return the exit code."""
     path = [str(script.resolve().parent), *sys.path[1:]]
     words = [str(script), *arguments]
     with mock.patch.object(sys, "argv", words), mock.patch.object(sys, "path", path):

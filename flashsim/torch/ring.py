@@ -1,7 +1,7 @@
-"""`ring_attention`: attention over a process group, in which each rank has some of the rows.
+"""`ring_attention`: attention over a process group in which each rank stores a share of the rows.
 
-`flashsim.distributed.Group` decides which rank computes which blocks of scores at each step, and
-which tensors each rank sends to which other rank.
+`flashsim.distributed.Group` decides which blocks of scores each rank computes at each step, and
+which tensors each rank sends where.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ def ring_attention(
     """Compute attention, with a gradient, over a sequence divided among the ranks of a group.
 
     Every rank calls this function with its own rows (`shard`). Ranks send K and V to the next rank
-    while the kernels of `attention` compute; in some schemes, ranks exchange heads instead or in
-    addition. The outputs of blocks of scores are merged by their LSE in float32. The backward pass
-    also sends dK and dV, in float32, after K and V. Autocast casts q, k and v; ``torch.compile``
-    breaks its graph at the call.
+    while the kernels of `attention` compute; some schemes exchange heads. The outputs of blocks of
+    scores are merged by their LSE in float32. The backward pass also sends dK and dV, in float32,
+    after K and V. Autocast casts q, k and v; ``torch.compile`` breaks the graph at the call.
 
     Parameters
     ----------
@@ -116,7 +115,7 @@ def shard(
     ulysses: int | None = None,
     dim: int = -2,
 ) -> Tensor:
-    """Return this rank's rows of a tensor that has the whole sequence, in the order of `scheme`.
+    """Return this rank's rows, in the order of `scheme`, of a tensor with the complete sequence.
 
     Parameters
     ----------
@@ -153,7 +152,7 @@ _Spread = tuple[int, str, int | None]
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Group:
-    """Return the `Group` for the whole problem, derived from the tensors of this rank."""
+    """Return the `Group` for the complete problem, derived from the tensors of this rank."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ShapeError(
@@ -288,10 +287,10 @@ class _Part:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the backward pass, and return the gradients of this rank's rows.
 
-        dK and dV of other ranks' keys follow the K and V of these keys around the ring, to the rank
-        that owns the keys. At first dK and dV are one block's gradients, in the type in which that
-        block was computed; from the second block on they are float32 sums. The owner adds the
-        gradients of its own block of scores, and rounds the sum once.
+        Gradients of keys that another rank owns follow the keys around the ring to the owner. One
+        block's dK and dV have the type in which the block was computed; sums of two or more are
+        float32. The owner adds the gradients of the owner's block of scores, and rounds the sum
+        once.
         """
         plan, ring = self.plan, self.plan.ring
         rows, (own_k, own_v) = (dout, out, lse, q), (k, v)
@@ -330,7 +329,7 @@ class _Part:
         )
 
     def arriving(self, step: int, k: Tensor, v: Tensor) -> Share:
-        """Allocate the dK and dV that a step receives, if any: one block's, or float32 sums."""
+        """Allocate tensors that receive dK and dV: gradients of one block, or float32 sums."""
         everything = slice(0, k.shape[2])
         block = self.plan.block(self.plan.predecessor(self.link.rank), 1)
         if step < 2 or (step == 2 and block is None):
@@ -378,15 +377,15 @@ class _Part:
         )
 
     def to_heads(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange some rows of all heads for all rows of some heads, in this rank's team."""
+        """Swap this rank's rows of all heads for all rows of this rank's heads, in a team."""
         return self._all_to_all(tensors, split=1, join=2)
 
     def to_rows(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange all rows of some heads for some rows of all heads, in this rank's team."""
+        """Swap all rows of this rank's heads for this rank's rows of all heads, in a team."""
         return self._all_to_all(tensors, split=2, join=1)
 
     def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:
-        """Cut tensors along `split`, send piece n to the team's rank n; join received pieces."""
+        """Cut tensors along axis `split`; send piece n to team rank n; join received pieces."""
         team, rank = self.plan.team(self.link.rank), self.link.rank
         if len(team) == 1:
             return [ops.readable(x) for x in tensors.values()]

@@ -1,8 +1,8 @@
-"""Lets flashsim replace torch's own attention, and that of Hugging Face's transformers.
+"""Lets flashsim replace the attention of torch and of Hugging Face's transformers.
 
 `install` and ``torch.nn.attention.activate_flash_attention_impl("flashsim")`` switch flashsim on,
 and ``restore_flash_attention_impl()`` switches it off. While flashsim is on,
-``scaled_dot_product_attention`` runs flashsim wherever torch chooses its flash attention, on the
+``scaled_dot_product_attention`` runs flashsim wherever torch would choose flash attention, on the
 CPU and on CUDA. On CUDA, torch's flash attention takes no `attn_mask`. For calls with a mask,
 flashsim therefore also replaces torch's other fused kernels. Dropout raises an error, because the
 kernels do not support it.
@@ -92,7 +92,7 @@ def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
 
 
 def _of_a_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function `backward` so that it returns no gradients if torch passes it none."""
+    """Wrap the function `backward`, to return no gradients if torch passes no gradients."""
 
     @wraps(backward)
     def checked(grad_out: Tensor | None, *args: Any, **options: Any) -> Any:
@@ -114,7 +114,7 @@ def _masked_question(
     *,
     narrow: bool = True,
 ) -> dict[str, Any]:
-    """Convert torch's arguments, with their top-left causal mask, to `flashsim.run`'s keywords."""
+    """Convert torch's arguments, with a top-left causal mask, to `flashsim.run`'s keywords."""
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
     return {
@@ -127,7 +127,7 @@ def _masked_question(
 
 
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
-    """Turn a mask into a bias, -infinity for False; with `narrow`, broadcast axes get length 1."""
+    """Return a mask as a bias (-infinity for False); with `narrow`, broadcast axes get length 1."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = zero.masked_fill(~mask, float("-inf"))
@@ -186,7 +186,7 @@ def _masked_gradients(
     *,
     of_mask: bool,
 ) -> Any:
-    """Return the gradients; `tensors` are q, k, v, out, LSE and the gradient of out."""
+    """Return gradients of q, k and v; `tensors` has q, k, v, out, LSE and the gradient of out."""
     q, k, v, out, lse, dout = _dense(*tensors)
     question = _masked_question(q, k, dropout, causal, mask, scale, narrow=not of_mask)
     deterministic = torch.are_deterministic_algorithms_enabled() if q.is_cuda else None
@@ -233,7 +233,7 @@ def _flash_forward(
     window_size_right: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, ...]:
-    """Replace torch's ``_flash_attention_forward``: (batch, n, heads, d), or (tokens, heads, d)."""
+    """Replace torch's ``_flash_attention_forward`` on (batch, n, heads, d) or packed tensors."""
     _refuse_dropout(dropout_p)
     asked = sorted(name for name, value in rest.items() if value is not None)
     if return_debug_mask or asked:
@@ -297,7 +297,7 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Replace torch's ``_scaled_dot_product_flash_attention``: (batch, heads, n, d)."""
+    """Replace ``_scaled_dot_product_flash_attention`` of torch, on (batch, heads, n, d)."""
     n_q, n_k = query.shape[2], key.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *rest = _flash_forward(
@@ -353,7 +353,7 @@ def _question(
 
 
 def _by_head(x: Tensor, packed: Tensor | None) -> Tensor:
-    """Return a tensor with tokens before heads as (batch, heads, n, d), with nothing broadcast."""
+    """Return a (batch, n, heads, d) or packed tensor as (batch, heads, n, d), not broadcast."""
     x = x.detach()
     x = x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
     return x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None]
@@ -366,7 +366,7 @@ def _by_row(x: Tensor, packed: Tensor | None) -> Tensor:
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return torch's dropout outputs for a call without dropout: a generator state and a mask."""
+    """Return placeholders for torch's two dropout outputs: a generator state and a mask."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
@@ -507,7 +507,7 @@ def _masked_on_cuda() -> dict[str, Any]:
 
 
 def _if_masked(function: Callable[..., Any], at: int, own: Any) -> Callable[..., Any]:
-    """Return a function that calls `function` if argument `at`, the mask, is given, else `own`."""
+    """Return a function that calls `function` if argument number `at` is a mask, else `own`."""
 
     @wraps(function)
     def chosen(keyset: Any, *args: Any, **options: Any) -> Any:

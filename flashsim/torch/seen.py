@@ -46,10 +46,10 @@ _SUMMED = ("requested B", "compulsory B", "FLOPs", "saved B", "DRAM B", "ms", "m
 
 
 class Seen:
-    """The attention calls of a model, in the order in which they were made.
+    """The attention calls of a model, in the order of the calls.
 
     A `Seen` supports ``len``, iteration, ``seen[0]``, and look-up by module:
-    ``seen["layers.3.self_attn"]``. The end of a module's name is enough if it is unique.
+    ``seen["layers.3.self_attn"]``. The end of a module's name suffices if only one name ends so.
 
     Attributes
     ----------
@@ -113,18 +113,18 @@ class Seen:
         return report.Table(full.title, tuple(short), rows, "\n".join([note, *notes, *missed]))
 
     def full_table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
-        """Return a table with one row per distinct call, with its count, and rows for the total.
+        """Return a table with one row and a count per distinct call, and rows for the total.
 
         Each row has the figures of a single call. The rows called "total" sum all calls; a cell is
-        empty if the figure of any call is unknown. A backward pass that did not run has no row.
+        empty if any call's figure is unknown. A backward pass that did not run has no row.
 
         - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: bytes that miss L2, by a
           model of the cache. compulsory B: each input and output counted once.
-        - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and what bounds the time. If DRAM bytes
-          are not computed, the divisor is the size of each kernel's tensors, counted once.
-        - ms, by: the time and its source; "predict" is `flashsim.predict`, for FlashAttention-2's
-          kernels. The source "roofline" is a lower bound from the device's bandwidth and
-          arithmetic.
+        - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and the limit of the time. Without DRAM
+          bytes, FLOPs are divided by the bytes of each kernel's tensors, counted once.
+        - ms, by: the time and the time's source; "predict" is `flashsim.predict`, for
+          FlashAttention-2's kernels. The source "roofline" is a lower bound from the device's
+          bandwidth and arithmetic.
         - measured ms, on: with ``watch(..., measure=True)``, the mean time of the model's own
           kernels on this machine, the same for all algorithms. On a CPU, this is the time of
           torch's operators, which flashsim does not predict.
@@ -196,7 +196,7 @@ class Seen:
         return table
 
     def rows(self, **options: Any) -> list[dict[str, report.Cell]]:
-        """Return `full_table` as one dict per row, with the same options."""
+        """Return the rows of `full_table(**options)` as a list of dicts."""
         return self.full_table(**options).records()
 
     def csv(self, **options: Any) -> str:
@@ -212,7 +212,7 @@ class Seen:
         return report.dataframe(self.rows(**options), [*_COLUMNS])
 
     def plot(self, *, device: str | Device = "H100", **options: Any) -> Any:
-        """Plot each distinct call's requested forward bytes: standard beside FlashAttention-2.
+        """Plot the requested forward bytes of each distinct call, for standard and flash attention.
 
         `options` are those of `flashsim.viz.traffic`. OptionError is raised if no call can be
         counted.
@@ -248,7 +248,7 @@ class Seen:
 
 
 def together(names: list[str]) -> str:
-    """Return one name for several modules, such as "layers.0-79.self_attn"."""
+    """Return one name that stands for several modules, such as "layers.0-79.self_attn"."""
     names = list(dict.fromkeys(names))
     if len(names) == 1:
         return names[0] or "(no module)"
@@ -341,7 +341,7 @@ def _tiles(counted: Traffic) -> int:
 
 
 def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
-    """Return what limits a pass, the time of the pass in ms, and the source of that time."""
+    """Return the limit of a pass (memory or arithmetic), the time in ms, and the time's source."""
     try:
         attainable, bound = point.attainable, point.bound
     except FlashSimError:  # the device has no number for this type
@@ -365,7 +365,7 @@ def _scores(problem: Problem, algorithm: str, direction: str) -> int:
 
 
 def _totals(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row of totals per pass and algorithm; unknown figures make a total empty."""
+    """Return one row of totals per pass and algorithm; an unknown figure makes a total empty."""
     totals = []
     for direction, algorithm in dict.fromkeys(
         (r["pass"], r["algorithm"]) for r in records if "requested B" in r

@@ -1,4 +1,4 @@
-"""The functions that count as attention calls, and how to read each function's arguments."""
+"""Lists the functions that count as attention, and reads each function's arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLEX = flex.flex_attention
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
-    """Return (reader of its arguments, name) for an attention function; None for any other."""
+    """Return an attention function's (argument reader, name), or None for any other function."""
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
     if func is FLEX:
@@ -81,7 +81,7 @@ def _name(func: Any) -> str:
 
 
 def dtype_of(x: Tensor, autocast: bool = False) -> str:
-    """Return a tensor's type; with `autocast`, return the type to which autocast would cast it."""
+    """Return a tensor's type or, with `autocast`, the type that autocast would cast to."""
     dtype, kind = x.dtype, x.device.type
     if autocast and dtype != torch.float64 and torch.amp.is_autocast_available(kind):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
@@ -94,7 +94,7 @@ def device_of(x: Tensor) -> str:
 
 
 def mapped(tensors: Iterable[Tensor]) -> int:
-    """Return how many calls a call under torch.vmap stands for: the mapped lengths' product."""
+    """Return how many calls one call under torch.vmap stands for: the product of mapped lengths."""
     functorch: Any = torch._C._functorch
     axes: dict[int, int] = {}
     for x in tensors:
@@ -107,7 +107,7 @@ def mapped(tensors: Iterable[Tensor]) -> int:
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
-    """Return the pattern of a mask or, if it is None, of the `causal` flag's top-left mask."""
+    """Return the pattern of a mask or, without a mask, of torch's causal flag (top-left)."""
     if mask is not None:
         return read(mask, sizes.n_q, sizes.n_kv, sizes.batch, sizes.heads)
     if not causal:
@@ -129,7 +129,7 @@ def _lengths(x: Tensor, axis: int) -> tuple[int, ...]:
 
 
 def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
-    """Return a call's offsets as integers; if they cannot be read, return None and add a note."""
+    """Return a call's offsets as integers; for unreadable offsets, return None and add a note."""
     if x is None:
         return None
     if not has_values(x):
@@ -143,7 +143,7 @@ def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
 
 
 def _sdpa(a: Arguments) -> AttentionCall:
-    """Read the arguments of scaled_dot_product_attention or its operators: (..., heads, n, d)."""
+    """Read scaled_dot_product_attention's or its operators' arguments, (..., heads, n, d)."""
     q, k, v = a["query"], a["key"], a["value"]
     notes: list[str] = []
     if q.is_nested:
@@ -178,7 +178,7 @@ _NOT_COUNTED = (
 
 
 def _flash(a: Arguments) -> AttentionCall:
-    """Read arguments of FlashAttention's or torch's functions: (batch, n, heads, d) or packed 3-D.
+    """Read FlashAttention's or torch's arguments, shaped (batch, n, heads, d) or packed 3-D.
 
     The functions' causal mask and window are bottom-right aligned.
     """
@@ -222,7 +222,7 @@ OURS = "flashsim.torch.attention"
 
 
 def _ours(a: Arguments) -> AttentionCall:
-    """Read the arguments of `flashsim.torch.attention`: (batch, heads, n, d)."""
+    """Read the arguments of `flashsim.torch.attention`, shaped (batch, heads, n, d)."""
     q, v, bias = a["q"], a["v"], a.get("bias")
     notes: list[str] = []
     cu_q, cu_k = (_offsets(a.get(f"cu_seqlens_{side}"), notes) for side in "qk")
@@ -256,7 +256,7 @@ _FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_op
 
 
 def _flex(a: Arguments) -> AttentionCall:
-    """Read the arguments of flex_attention: (batch, heads, n, d), and the mask as a function."""
+    """Read the (batch, heads, n, d) arguments of flex_attention, with the mask as a function."""
     q, k, v = a["query"], a["key"], a["value"]
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = q.shape, v.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
@@ -290,7 +290,7 @@ def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
 
 
 def _multi_head(a: Arguments) -> AttentionCall:
-    """Read the arguments of F.multi_head_attention_forward: (n, batch, width) or (n, width)."""
+    """Read F.multi_head_attention_forward's arguments, shaped (n, batch, width) or (n, width)."""
     q, k = (x if x.ndim == 3 else x.unsqueeze(1) for x in (a["query"], a["key"]))
     (n_q, batch, width), n_kv, heads = q.shape, k.shape[0], a["num_heads"]
     if a["static_k"] is not None:
@@ -320,7 +320,7 @@ def _multi_head(a: Arguments) -> AttentionCall:
 
 
 def _fused_layer(a: Arguments) -> AttentionCall:
-    """Read the arguments of nn's fused attention and encoder layers: (batch, n, width)."""
+    """Read the (batch, n, width) arguments of nn's fused attention and encoder layers."""
     q, k = (a["src"], a["src"]) if "src" in a else (a["query"], a["key"])
     heads = a["num_heads"] if "src" in a else a["num_head"]
     d = a["embed_dim"] // heads
@@ -392,7 +392,7 @@ def layer(
     softcap: float | None = None,
     **rest: Any,
 ) -> AttentionCall:
-    """Read a transformers attention function's arguments, (batch, heads, n, d), and its layer."""
+    """Read a transformers attention function's layer and (batch, heads, n, d) arguments."""
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = query.shape, value.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
     pattern = Pattern()
@@ -418,7 +418,7 @@ def layer(
 
 
 def said(module: Any, sizes: Extents, keywords: Arguments) -> Pattern:
-    """Return the mask pattern that a transformers layer declares, if its mask cannot be read."""
+    """Return the pattern that a transformers layer declares, for a mask that cannot be read."""
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     size = keywords.get("sliding_window") or getattr(module, "sliding_window", None)

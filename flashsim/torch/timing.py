@@ -1,7 +1,7 @@
-"""Profiler ranges around attention calls that `watch` sees; torch's profiler times the kernels.
+"""Puts attention calls into profiler ranges, with which torch's profiler times kernels per call.
 
 Each attention call, and each autograd node that the call creates, runs in a profiler range with a
-unique name. `Timer` opens ranges of torch's profiler, and `Ranges` NVTX ranges, by which Nsight
+unique name. `Timer` opens ranges of torch's profiler; `Ranges` opens NVTX ranges, with which Nsight
 Compute labels kernels.
 """
 
@@ -25,7 +25,7 @@ _LOOKING_ON = "PythonDispatchMode"  # watch's own
 
 
 class Ranges:
-    """Opens a profiler range around each call, and around each part of its backward pass."""
+    """Opens a profiler range around each call, and around each part of the call's backward pass."""
 
     def __init__(self, open_range: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.open_range = open_range
@@ -34,14 +34,14 @@ class Ranges:
 
     @contextmanager
     def forward(self) -> Iterator[tuple[str, int]]:
-        """Open a profiler range; yield its name and the next autograd node's sequence number."""
+        """Open a profiler range; yield the range's name and the next autograd sequence number."""
         self.made += 1
         mark = f"{RANGE} {self.made}", torch.autograd._get_sequence_nr()
         with self.open_range(mark[0]):
             yield mark
 
     def follow(self, mark: tuple[str, int], call: AttentionCall, out: Any) -> None:
-        """Assign a profiler range to `call`, and put the call's backward pass in ranges too."""
+        """Assign profiler ranges to `call` and to the call's backward pass."""
         name, first = mark
         self.calls[name] = call, "forward"
         self.calls[f"{name} backward"] = call, "backward"
@@ -59,7 +59,7 @@ class Ranges:
 
 
 class Timer(Ranges):
-    """Measures the kernel times of attention calls that are made while its profiler runs."""
+    """Measures the kernel times of all attention calls while the profiler runs."""
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__(record_function)
@@ -106,7 +106,7 @@ def _in_range(
 
 
 def _times(event: Any, on_gpu: bool) -> Iterator[tuple[str, float]]:
-    """Yield the name and the µs of each kernel (on a CPU, each operator) of a profiler event."""
+    """Yield the name and the time in µs of each kernel (on a CPU: operator) of a profiler event."""
     for inner in event.cpu_children:
         if on_gpu:
             yield from (

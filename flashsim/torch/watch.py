@@ -1,11 +1,10 @@
 """`watch`: record every attention call of a model as it is made.
 
-Three observers work together to see every call. A torch function mode sees functions that are
-called from Python. A dispatch mode sees operators that TorchScript or C++ calls. Attention
-functions of transformers are wrapped when a model looks them up, because the "eager" function
-consists of plain matrix products, which neither mode recognises. The outermost observer that sees a
-call records it, once. A function of transformers is recorded only if no call inside it was
-recorded.
+A torch function mode sees functions that are called from Python. A dispatch mode sees operators
+that TorchScript or C++ calls. Transformers' attention functions are wrapped at look-up, because
+neither mode recognises the "eager" function, which consists of plain matrix products. Only the
+outermost observer that sees a call records the call. A function of transformers is recorded only if
+no call inside it was recorded.
 
 Hooks on all modules maintain the stack of running modules, which gives each call its module's name.
 Global hooks are used, because a module's own hooks would turn off nn.TransformerEncoderLayer's fast
@@ -49,9 +48,9 @@ def watch(
 
     Watching also works on the meta device and under `FakeTensorMode`, where nothing is computed.
     Inside the block, code compiled by ``torch.compile`` runs uncompiled, so that its calls are
-    seen; the results are then those of the uncompiled model. Only calls in this thread are watched.
+    seen; the results are those of the uncompiled model. Only calls in this thread are watched.
 
-    The calls seen are `scaled_dot_product_attention` and the operators under it, `flex_attention`,
+    `watch` records `scaled_dot_product_attention` and the operators under it, `flex_attention`,
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, the forward operators of flash_attn
     2.7 and newer, the functions of flash_attn 4, `flashsim.torch.attention`, and attention of
     transformers 5. `watch` does not see attention written as matrix products and a softmax, or
@@ -94,7 +93,7 @@ def watch(
 
 @contextmanager
 def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Ranges]:
-    """Record calls, each in its profiler range; `Ranges.calls` maps a range's name to its call.
+    """Record each call in a profiler range; `Ranges.calls` maps a range's name to a call.
 
     `open_range` returns a context manager for a named range, like `torch.cuda.nvtx.range`. Unlike
     with `watch`, compiled code runs flex_attention in compiled form.
@@ -121,7 +120,7 @@ def _recording(recorder: _Recorder) -> Iterator[None]:
 
 
 class _Everywhere:
-    """Patches functions of torch and transformers while at least one thread watches."""
+    """Patches functions of torch and transformers while `watch` runs in at least one thread."""
 
     def __init__(self) -> None:
         self.lock, self.watching, self.replaced = threading.Lock(), 0, ExitStack()
@@ -167,7 +166,7 @@ _everywhere = _Everywhere()
 
 
 def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap transformers' look-up of attention functions, so that recorders see their calls."""
+    """Wrap transformers' look-up of attention functions, so that recorders see all calls."""
 
     def get_interface(self: Any, implementation: str, default: Any) -> Any:
         attend = look_up(self, implementation, default)
@@ -182,7 +181,7 @@ _apply = torch.autograd.Function.apply.__func__
 
 
 def _applied(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-    """Run and report an autograd function; torch's modes cannot see those of FlashAttention-4."""
+    """Run and report an autograd function: torch's modes miss FlashAttention-4's functions."""
     run = partial(_apply, cls)
     for recorder in reversed(_here()):
         run = partial(_watching, recorder, cls, run)
@@ -302,7 +301,7 @@ class _Recorder:
         return call
 
     def _went_back(self, out: Tensor) -> None:
-        """Note that the call with this output ran backward, since not every output has a hook."""
+        """Mark the call with this output as run backward, because not every output has a hook."""
         call = self.ours.get(_memory(out))
         if call is not None:
             call.backward = True
@@ -326,7 +325,7 @@ class _Recorder:
             self.within -= 1
 
     def add(self, read: Callable[[], AttentionCall], result: Any, mark: Any) -> None:
-        """Record a call, or list it in `Seen.missed` if its arguments cannot be read."""
+        """Record a call, or add the call to `Seen.missed` if the arguments cannot be read."""
         name = self.names.current()
         try:
             call = read()
@@ -347,7 +346,7 @@ class _Recorder:
         self.seen.calls.append(call)
 
     def wrapped(self, attend: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a transformers attention function: record it if no call inside it was recorded."""
+        """Wrap a transformers function, to record a call in which no inner call was recorded."""
 
         @wraps(attend)
         def attending(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The process that `flashsim xray` profiles: it runs a program's attention calls in NVTX ranges.
+"""The process that `flashsim xray` profiles: attention calls of a program run in NVTX ranges.
 
     python -m flashsim.torch.xray CALLS.json PROGRAM [arguments]
 
-CALLS.json then says which call and which pass each range belongs to.
+CALLS.json lists the call and the pass of each range.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def described(call: AttentionCall) -> dict[str, Any]:
 
 
 def main(out: str, script: str, *arguments: str) -> int:
-    """Run the program, write the descriptions of its attention calls, and return its exit code."""
+    """Run the program, write descriptions of all attention calls, and return the exit code."""
     if not torch.cuda.is_available():
         print("flashsim xray: torch sees no GPU", file=sys.stderr)
         return 1

@@ -1,9 +1,9 @@
 """Reads an ``.npz`` file safely, although the file may come from an untrusted source.
 
 NumPy's own reader allocates as much memory as an array's header declares, and does not always
-verify the checksum of an archive's member. So before this module reads an array, the zip directory
-and the array's own header must both state the size that the caller expects. The module then reads
-the member to its end, where `zipfile` compares the checksum.
+verify the checksum of an archive's member. So this module reads an array only if the zip directory
+and the array's header both state the expected size. The module reads each member to the end, where
+`zipfile` compares the checksum.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Archive:
             name = info.filename.removesuffix(".npy")
             if name in self._infos or name == info.filename:
                 raise ValueError(
-                    f"each member must be an array with a name of its own; {info.filename!r} "
-                    "appears twice, or its name does not end in .npy"
+                    f"each array in the file must have a unique name that ends in .npy, got "
+                    f"{info.filename!r}"
                 )
             self._infos[name] = info
 
@@ -40,7 +40,7 @@ class Archive:
         return list(self._infos)
 
     def shape(self, name: str, dtype: np.dtype, ndim: int = 1) -> tuple[int, ...]:
-        """Return an array's shape, from its header, after checking its type and number of axes."""
+        """Return the shape in an array's header, after checking the type and the number of axes."""
         with self._zip.open(self._infos[name]) as member:
             version = np.lib.format.read_magic(member)
             if version != (1, 0):  # the version that NumPy writes for our types
@@ -73,10 +73,10 @@ class Archive:
         shape: tuple[int, ...],
         check: Callable[[np.ndarray], None] | None = None,
     ) -> np.ndarray:
-        """Return an array, after checking that its type and shape are `dtype` and `shape`.
+        """Return an array, after checking the type (`dtype`) and the `shape`.
 
-        The function `check` receives each chunk of the array as it is read, and may change the
-        chunk, or raise an error before the rest of a large array is read.
+        The function `check` gets each chunk as it is read, and may change the chunk or raise an
+        error early.
         """
         stored_shape = self.shape(name, dtype, len(shape))
         if stored_shape != tuple(shape):

@@ -1,8 +1,8 @@
 """Builds the events of one stage from the numbers of bytes that an engine's kernels reported.
 
-The dataflow table lists the transfers and allocations, in order. The kernels report which visits
-they executed, and the bytes of every transfer. So if a kernel skips a tile or moves only a part of
-the tile, the trace shows that.
+The dataflow table lists a stage's transfers and allocations in order. The kernels report the
+executed visits, and the bytes of every transfer. So the trace shows a tile that a kernel skips or
+moves only in part.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def assemble(
     """Return the events of a stage that visits score tiles.
 
     A move is one transfer or allocation of the dataflow table. `steps`, int64 (T, moves), has the
-    bytes of each move before and after the visits, per outer tile. `visits`, int64 (members, n,
-    moves), has the bytes of each move at a visit, per query head of a group and per visit.
-    `executed`, bool (members, n), is True for visits that were executed.
+    bytes of each move outside the visits, per outer tile. `visits`, int64 (members, n, moves), has
+    the bytes of each move per query head of a group and per visit. `executed`, bool (members, n),
+    is True for visits that were executed.
     """
     by_row = stage.outer == "queries"
     ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
@@ -66,11 +66,11 @@ def assemble(
 
 
 def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: int) -> StageTrace:
-    """Return the events of a stage that works on whole rows of scores, `strip` rows at a time.
+    """Return the events of a stage that processes complete rows of scores, `strip` rows at a time.
 
     `heights`, int64 (T,), has the number of rows of each row tile. Each row of scores spans the
-    keys of the row's sequence. Each row of a bias gradient spans all keys, because the whole matrix
-    is cleared and rounded.
+    keys of the row's sequence. Each row of a bias gradient spans all keys, because kernels clear
+    and round the complete matrix.
     """
     keys = (
         schedule.key_counts if stage.per != "bias" else np.full(schedule.t_r, schedule.problem.n_kv)
@@ -87,11 +87,11 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 
 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
-    """Return the bytes of each move for tiles of `rows` x `cols`; the last axis is the moves.
+    """Return the bytes of each move (last axis) for tiles of `rows` x `cols`.
 
-    The array `reported`, (.., slots), has the bytes that a kernel reported, with one slot per move
-    between HBM and SRAM. These bytes replace the computed bytes. Moves of captured arrays and sinks
-    have no slot: they keep their computed bytes, or 0 where all reported bytes are 0.
+    The array `reported`, (.., slots), has a kernel's reported bytes, one slot per move between HBM
+    and SRAM. Reported bytes replace computed bytes. Moves of captured arrays and sinks have no
+    slot: computed bytes stay, or become 0 where all reported bytes are 0.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0

@@ -20,7 +20,7 @@ MOST_EVENTS = 1 << 24
 
 
 def counted(traffic: Traffic) -> Trace:
-    """Return the trace of a pass without running it: the events that the simulator would record.
+    """Return the trace of a pass, without a run: the events that the simulator would record.
 
     Raises
     ------

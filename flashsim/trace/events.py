@@ -1,4 +1,4 @@
-"""The events of traces: their binary layout (28 bytes), their vocabulary, and `StageTrace`."""
+"""The events of traces: binary layout (28 bytes) and vocabulary; and `StageTrace`."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 
 @dataclass(frozen=True, eq=False)
 class StageTrace:
-    """The events of a stage's loops over one head, and the number of repetitions of the loops.
+    """The events of a stage's loops over one head, and how often the stage repeats the loops.
 
-    The stage runs its loops `repeat` times. Each run starts `stride` query heads after the previous
+    The stage runs the loops `repeat` times. Each run starts `stride` query heads after the previous
     run. In `events`, the field ``head`` counts from the first query head of the run. `costs`, int64
     (computes, kinds of FLOP + 2), exists only for a user's own algorithm. Each "compute" event has
     a row: the FLOPs by kind, then the bytes read from and written to SRAM. For built-in algorithms,
@@ -67,7 +67,7 @@ class StageTrace:
         rows: Sequence[tuple[int, ...]] | np.ndarray,
         costs: np.ndarray | None = None,
     ) -> StageTrace:
-        """Build a stage's trace from rows of (op, tensor, member, i, j, visit, bytes)."""
+        """Build a stage's trace from tuples (op, tensor, member, i, j, visit, bytes)."""
         table = np.asarray(rows, np.int64).reshape(-1, 7)
         events = np.zeros(len(table), EVENT)
         for column, name in enumerate(("op", "tensor", "head", "i", "j", "visit", "bytes")):
@@ -82,7 +82,7 @@ class StageTrace:
         return self.stage.name
 
     def sides(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: how many rows and how many columns the tile of each visit has.
+        """Return two arrays: the number of rows, and the number of columns, of each visit's tile.
 
         An outer step has -1 as its `i` or `j`. An outer step of a Q-outer loop counts as a tile
         with all keys of its sequence. An outer step of a KV-outer loop counts as a tile with 0
@@ -96,7 +96,7 @@ class StageTrace:
         return rows, cols.astype(np.int64)
 
     def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
-        """Return three sums over visits or outer steps: their tiles' rows, columns and scores."""
+        """Return three sums over the tiles of visits or outer steps: rows, columns and scores."""
         rows, cols = self.sides(tiles["i"], tiles["j"])
         return int(rows.sum()), int(cols.sum()), int((rows * cols).sum())
 
@@ -111,14 +111,14 @@ class StageTrace:
 
 
 def gain(events: np.ndarray) -> np.ndarray:
-    """Return for each event by how many bytes it changes the amount of on-chip memory in use."""
+    """Return, per event, the change of the on-chip memory in use, in bytes."""
     on = (events["op"] == LOAD) | (events["op"] == ALLOC)
     off = events["op"] == FREE
     return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
 
 
 def step_ends(events: np.ndarray) -> np.ndarray:
-    """Return the index of the last event of each outer step.
+    """Return the index of each outer step's last event.
 
     An outer step ends at the first event, after its "compute" event, that leaves no buffer on chip.
     """

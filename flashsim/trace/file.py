@@ -228,7 +228,7 @@ def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray,
 
 
 def _array_types(entry: Any) -> list[tuple[np.dtype, int]]:
-    """Return pairs (type, number of axes), one for each array that a mask function captured."""
+    """Return (type, number of axes) of each array that a mask function captured."""
     graph = graph_of(entry)
     names = ("float32" if a.dtype == "bfloat16" else a.dtype for a in graph.arrays)
     pairs = zip(names, graph.arrays, strict=True)
@@ -357,7 +357,7 @@ def _events(
     *,
     own: bool,
 ) -> np.ndarray:
-    """Return the events of stage `n` of a file, read-only, with codes of the current version."""
+    """Return the read-only events of a file's stage `n`, with the current version's codes."""
     (length,) = shapes[f"events_{n}"]
     validate.length_of_events(length, walk, problem, tiling, own=own)
 
@@ -435,7 +435,7 @@ def _unpack_timeline(
 
 
 def _recode(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[str]) -> None:
-    """Replace the codes in a file's `table` by this version's codes for the same names."""
+    """Replace the codes in a table of a file by this version's codes for the same names."""
     for field, ours in {**_NAMES, "tensor": tensors}.items():
         if field in (table.dtype.names or ()):
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)

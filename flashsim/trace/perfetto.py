@@ -2,14 +2,14 @@
 
 If a GPU recorded a timeline (``trace="timeline"``), the export keeps the GPU's times, and leaves
 out stages that the kernel did not time. A simulated trace has no times, so the export computes
-times from the device's peaks: each SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s, and
-a step first moves its tiles and then computes, without overlap. Computed times show order and
-proportion; they do not predict a kernel's time.
+times from the device's peaks. Each SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s. A
+step's transfers and computation do not overlap. Computed times show order and proportion, but do
+not predict a kernel's time.
 
 In a simulated trace, a thread id stands for one SM and pipe. In a recorded trace, a thread id
 stands for one SM, warp role and layer of overlapping visits. The slices of one thread id are nested
 or disjoint. All times are whole nanoseconds, because Perfetto rounds fractional starts and
-durations separately, and drops a slice that then ends after the slice that contains it.
+durations separately, and drops a slice that ends after the enclosing slice.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def _real_counters(
 ) -> Iterator[Slice]:
     """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
-    The bytes of a visit are added at the visit's end, and the bytes of an outer step when the step
-    stores its row or column tile. A thread block counts as using its stage's peak SRAM while its
-    last warp role works. In a warp-specialised kernel, this role is the last consumer.
+    A visit's bytes are added at the visit's end, and an outer step's bytes when the step stores a
+    row or column tile. A thread block counts with the stage's peak SRAM while the block's last warp
+    role works. In a warp-specialised kernel, this role is the last consumer.
     """
     yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []
@@ -148,10 +148,10 @@ def _real_counters(
 
 
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
-    """Return how many bytes each visit or outer step in `parts` requests, int64 (n_parts,).
+    """Return the requested bytes of each visit or outer step in `parts`, as int64 (n_parts,).
 
-    If several blocks store parts of one row tile, the bytes of its outer step are divided equally
-    among these blocks.
+    If several blocks store parts of one row tile, the outer step's bytes are divided equally among
+    the blocks.
     """
     events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
     side = "j" if stage.stage.outer == "keys" else "i"
@@ -202,7 +202,7 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
 
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
-    """Return one array of events per outer step (one thread block of the export), in order."""
+    """Return one array of events per outer step, in order; the export shows a step as a block."""
     last = step_ends(stage.events)
     return np.split(stage.events, last + 1)[: len(last)]
 
@@ -223,7 +223,7 @@ class _Clock:
     def block(
         self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
     ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
-        """Return a step's slices, its end in ns, and its transfers as pairs (time, bytes)."""
+        """Return a step's slices, end time in ns, and transfers as pairs (time, bytes)."""
         self.used.add(sm)
         trace = self.trace
         work = StageWork()
@@ -295,7 +295,7 @@ def _slice(
 
 
 def _thread(sm: Any, row: Any) -> Any:
-    """Return the thread id for a row of an SM; both arguments may be arrays."""
+    """Return the thread id of one row of an SM; both arguments may be arrays."""
     return (sm + 1) * _LANES + row
 
 

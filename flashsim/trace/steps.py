@@ -22,7 +22,7 @@ _Trace = TypeVar("_Trace", bound=Recording)
 
 
 class Frame(NamedTuple):
-    """The state of the loops over one head right after visit `step`, for drawing."""
+    """The state of the loops over one head after visit number `step`, for drawing."""
 
     step: int
     stage: str
@@ -47,7 +47,7 @@ class Steps(Generic[_Trace]):
 
     `events`, of dtype `EVENT`, has the events of one head in each stage. `ends`, int64 (n_steps,),
     has the index of the "compute" event that ends each step. `stage`, `i`, `j` and `visit`,
-    (n_steps,), are -1 where a step has no such number.
+    (n_steps,), are -1 where a number does not exist.
     """
 
     def __init__(self, trace: _Trace) -> None:
@@ -79,7 +79,7 @@ class Steps(Generic[_Trace]):
         return np.concatenate([[0], self.ends[:-1] + 1])
 
     def moves(self, step: int) -> np.ndarray:
-        """Return the events of `step` that are transfers: its loads, stores and reductions."""
+        """Return the transfers of `step`: loads, stores and reductions."""
         events = self.events[self.starts[step] : self.ends[step] + 1]
         return events[np.isin(events["op"], TRANSFERS)]
 
@@ -121,7 +121,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """One text per step, such as "part 2 of 4", or "" if the keys are not split."""
+        """One text per step, such as "part 2 of 4", or "" if a row tile's keys are not split."""
         notes = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
             slots, parts = stage.schedule.slots, stage.schedule.part_counts
@@ -138,14 +138,14 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def buffers(self) -> list[str]:
-        """The names of all on-chip buffers, in the order in which they first appear."""
+        """The names of all on-chip buffers, in order of first appearance."""
         owner = buffer_of(self.events["tensor"])[gain(self.events) != 0]
         codes, first = np.unique(owner, return_index=True)
         return [self.trace.tensors[code] for code in codes[np.argsort(first)]]
 
     @cached_property
     def on_chip(self) -> np.ndarray:
-        """The bytes in each buffer when a step uses the most SRAM, int64 (n_steps, n_buffers)."""
+        """The bytes in each buffer at a step's moment of most SRAM, int64 (n_steps, n_buffers)."""
         change, owner = gain(self.events), buffer_of(self.events["tensor"])
         total = np.where(self.events["op"] == FREE, -1, np.cumsum(change))
         fullest = np.maximum.reduceat(total, self.starts)
@@ -179,7 +179,7 @@ class Steps(Generic[_Trace]):
         return np.flatnonzero(self.visit >= 0)
 
     def frame(self, visit: int, head: int) -> Frame:
-        """Return the state after a visit, for the run of the loops whose first head is `head`."""
+        """Return the state after a visit in the run of the loops that starts at head `head`."""
         at = self.visits[visit]
         stage = self.trace.stages[self.stage[at]]
         order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)

@@ -1,4 +1,4 @@
-"""Finds the thread block of each span in a GPU timeline, and the row on which a span is drawn.
+"""Finds the thread block and the drawing row of each span in a GPU timeline.
 
 Several thread blocks may share an SM. Within a block, visits overlap if a kernel starts the next
 tile's scores during the softmax of the current tile. Two spans on the same row are nested or
@@ -20,11 +20,11 @@ from flashsim.trace.recording import Recording
 class Rows:
     """The thread block and the drawing row of each span of a timeline.
 
-    `block`, (n,), numbers the spans' thread blocks in the order of their starts. `slot`, (n,),
-    differs for blocks that are on the same SM at the same time. `row`, (n,), is the span's row on
-    its SM; spans of one visit by one role share a row. `names` has the name of each row, which is
-    the same on every SM. A name consists of the row's block and role. The word "next" is added for
-    visits that begin before the visits of the row above end.
+    `block`, (n,), numbers the spans' thread blocks in order of start. `slot`, (n,), differs for
+    blocks that are on the same SM at the same time. `row`, (n,), is the span's row on the SM; spans
+    of one visit by one role share a row. `names` has the name of each row, which is the same on
+    every SM. A name consists of the row's block and role. A row of visits that overlap the previous
+    row's visits has "next" in the name.
     """
 
     block: np.ndarray
@@ -34,7 +34,7 @@ class Rows:
 
 
 def rows(trace: Recording, spans: np.ndarray) -> Rows:
-    """Return a drawing row for each span: `spans` is the timeline of `trace`, or a subset.
+    """Return a drawing row for each span in `spans`, the complete or a partial timeline of `trace`.
 
     Raises
     ------
@@ -92,13 +92,13 @@ def _name(block_name: str, role: str, layer: int) -> str:
 
 
 def _numbers(*columns: np.ndarray) -> np.ndarray:
-    """Return one number per row of the stacked columns, such that equal rows get equal numbers."""
+    """Return one number per row of the stacked columns; equal rows get equal numbers."""
     _, number = np.unique(np.stack(columns, axis=1).astype(np.int64), axis=0, return_inverse=True)
     return number.reshape(-1)
 
 
 def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays in ns: when each owner's first span starts, and when its last one ends."""
+    """Return two arrays in ns: each owner's first start of a span, and each owner's last end."""
     n = int(owner.max()) + 1
     start, end = np.full(n, np.iinfo(np.int64).max), np.full(n, np.iinfo(np.int64).min)
     np.minimum.at(start, owner, spans["start_ns"])
@@ -107,7 +107,7 @@ def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _greedy(owner: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Return a layer per interval, so that one owner's intervals in one layer do not overlap."""
+    """Return a layer per interval, so that intervals of one owner and layer do not overlap."""
     layer = np.zeros(len(start), np.int64)
     taken: dict[int, list[int]] = {}  # the time at which each layer of an owner becomes free
     for at in np.lexsort((end, start)).tolist():

@@ -1,7 +1,7 @@
 """`Trace`: the recorded transfers and computations of a run, event by event, with query methods.
 
-All heads run the same loops, so a trace stores, for each stage, the events of one head and the
-number of repetitions.
+All heads run the same loops, so a trace stores one head's events per stage, and a number of
+repetitions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Trace(Recording, questions.Answers):
 
     @property
     def main_stage(self) -> StageTrace:
-        """The stage with the most visits; of several such stages, the first."""
+        """The first of the stages with the most visits."""
         return max(self.stages, key=lambda s: int((s.events["visit"] >= 0).sum()))
 
     def stage(self, name: str) -> StageTrace:
@@ -112,8 +112,8 @@ class Trace(Recording, questions.Answers):
     def by_tile(self, op: str | None = None, tensor: str | None = None) -> np.ndarray:
         """Return the requested bytes of each score tile over all heads, int64 (T_r, T_c).
 
-        The result does not include transfers of an outer step (Q and O in a Q-outer loop), which
-        belong to no single tile; `by_outer` counts them.
+        Transfers of an outer step (Q and O in a Q-outer loop) belong to no single tile; only
+        `by_outer` counts such transfers.
         """
         grid = np.zeros((self.schedule.t_r, self.schedule.t_c), np.int64)
         for stage in self.stages:
@@ -125,13 +125,13 @@ class Trace(Recording, questions.Answers):
         return grid
 
     def by_outer(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return how many bytes all outer steps request outside their visits of score tiles."""
+        """Return the bytes that outer steps request outside of visits, over all heads."""
         return self.bytes(op, tensor) - int(self.by_tile(op, tensor).sum())
 
     def by_head(self) -> np.ndarray:
         """Return the requested bytes of each query head, int64 (batch * heads,).
 
-        If a transfer serves a group of query heads, its bytes count for the group's first head.
+        The bytes of a transfer for a group of query heads count for the group's first head.
         """
         totals = np.zeros(self.problem.batch * self.problem.heads, np.int64)
         for stage in self.stages:
@@ -182,7 +182,7 @@ class Trace(Recording, questions.Answers):
     # -- SRAM -----------------------------------------------------------------------------------
 
     def sram_timeline(self, stage: str | None = None) -> tuple[list[str], np.ndarray]:
-        """Return how many bytes each on-chip buffer holds after each event of one head in a stage.
+        """Return the bytes in each on-chip buffer after each event of one head in a stage.
 
         Without `stage`, the method uses the stage with the most visits.
 
@@ -210,10 +210,10 @@ class Trace(Recording, questions.Answers):
     # -- over time ------------------------------------------------------------------------------
 
     def cumulative(self) -> np.ndarray:
-        """Return the total bytes that one head has requested after each visit, over all stages.
+        """Return one head's cumulative requested bytes after each visit, over all stages.
 
-        Entry v of the result is the total after v visits. The bytes of a transfer outside visits
-        are added to the visit that follows it or, at the end of a stage, to the stage's last visit.
+        Entry v of the result is the total after v visits. Bytes outside visits are added to the
+        next visit or, at the end of a stage, to the stage's last visit.
         """
         per_visit = [np.zeros(1, np.int64)]
         for stage in self.stages:
@@ -257,8 +257,8 @@ class Trace(Recording, questions.Answers):
     def predicted(self) -> Traffic:
         """Return the traffic that closed-form formulas predict for the trace's schedule.
 
-        Unlike `flashsim.count`, this method does not check whether the tiles fit in on-chip memory:
-        a GPU kernel may keep in registers the tiles that the model places in shared memory.
+        Unlike `flashsim.count`, this method does not check that tiles fit on chip, because a GPU
+        kernel may keep tiles in registers.
 
         Raises
         ------
@@ -316,7 +316,7 @@ class Trace(Recording, questions.Answers):
         }
 
     def same_events(self, other: Trace) -> bool:
-        """Return whether two traces have the same stages and, in each stage, the same events.
+        """Return True if two traces have the same stages, with the same events.
 
         Raises
         ------

@@ -1,8 +1,8 @@
 """Checks the content of a trace file: types, ranges, and lengths of tables.
 
-Before a table is read, its length must be at most what the file's problem can need, so that a small
-file cannot fill the memory. After a table is read, every index in it must be in range, so that
-queries of the trace need no checks of their own.
+A table is read only if its length is plausible for the file's problem, so that a small file cannot
+fill the memory. After a read, every index in a table must be in range, so that queries of the trace
+need no checks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
-    """Return `entry`, or raise an error unless it is a list of n indices of at least `low`."""
+    """Return `entry` if it is a list of n indices of at least `low`; otherwise raise an error."""
     if not isinstance(entry, list) or len(entry) != n:
         raise ValueError(f"{what} must be a list of {n} integers, got {shown(entry)}")
     for value in entry:
@@ -153,12 +153,12 @@ def own(value: Any) -> Own | None:
 
 
 def own_name(name: Any) -> bool:
-    """Return whether a tensor of a user's own algorithm may have this name."""
+    """Return True if a tensor of a user's own algorithm may have this name."""
     return isinstance(name, str) and name.isidentifier() and len(name) <= 24
 
 
 def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
-    """Raise an error unless a stage's table of costs has one row per "compute" event."""
+    """Raise an error unless a stage's table of FLOPs and bytes has one row per "compute" event."""
     needed = int((events["op"] == COMPUTE).sum()), len(KINDS) + 2
     if shape != needed:
         raise ValueError(
@@ -168,12 +168,12 @@ def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
 
 
 def own_costs(costs: np.ndarray) -> None:
-    """Raise an error if the costs are so large that their sums could overflow."""
+    """Raise an error if sums of the FLOPs and bytes could overflow."""
     within("costs", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
 
 
 def problem(fields: dict[str, Any], **masks: Any) -> Problem:
-    """Return the problem in the header, after checking that int32 tables can index its lengths."""
+    """Return the header's problem, after checking that int32 tables can index all lengths."""
     if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
         raise ValueError(
             "the header itself, and not its entry 'problem', must contain "
@@ -203,7 +203,7 @@ def split(entry: Mapping[str, Any]) -> Split:
 
 
 def split_entry(split: Split) -> list[Any]:
-    """Return a split as the JSON list that the function `split` reads."""
+    """Return the JSON list of a split, which the function `split` reads."""
     entry = [split.splits, split.pack_gqa]
     return entry if split.part_tiles is None else [*entry, split.part_tiles]
 
@@ -211,7 +211,7 @@ def split_entry(split: Split) -> list[Any]:
 def stage(
     value: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
 ) -> tuple[plans.Stage, Tiling, int, int]:
-    """Return a stage of the file, its tiling, and the `repeat` and `stride` of its `StageTrace`."""
+    """Return a stage of the file, the tiling, and the `repeat` and `stride` of the `StageTrace`."""
     entry = typed("a stage", value, _STAGE)
     name = entry["name"]
     if own:
@@ -249,7 +249,7 @@ def stage(
 
 
 def _check_buffers(buffers: list[Any]) -> None:
-    """Raise an error unless the file's buffers, whose content is not used, are well-formed."""
+    """Raise an error unless the file's list of buffers, which nothing uses, is well-formed."""
     if len(buffers) > len(TENSORS):
         raise ValueError(f"a stage must have at most {len(TENSORS)} buffers, got {len(buffers)}")
     for entry in buffers:
@@ -270,7 +270,7 @@ def _check_buffers(buffers: list[Any]) -> None:
 
 
 def members(walk: plans.Stage, of: Problem) -> int:
-    """Return the number of score rows per query in a stage: one per packed head (`Split`)."""
+    """Return the number of score rows per query in a stage: 1, or one row per packed head."""
     return of.group if walk.parts and walk.per == "group" else 1
 
 
@@ -287,7 +287,7 @@ def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]
 def length_of_events(
     length: int, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
 ) -> None:
-    """Raise an error for a stage's table of events that is too long or too short."""
+    """Raise an error if a stage's table of events is too long or too short."""
     if own:
         if not 0 < length <= MOST_EVENTS:
             raise ValueError(
@@ -401,7 +401,7 @@ def events(
 
 
 def order(table: np.ndarray, walk: plans.Stage) -> None:
-    """Raise an error unless each visit computes something and each step frees all its buffers."""
+    """Raise an error unless each visit computes something, and each step frees all buffers."""
     if not len(table):
         return
     what = f"stage {walk.name!r}: "

@@ -1,4 +1,4 @@
-"""Convert a kernel's arguments: each array gets its own range of simulated addresses.
+"""Converts a kernel's arguments: each array gets a separate range of simulated addresses.
 
 A pointer identifies its tensor, even if it points outside of the tensor. An array that is passed
 twice gets two ranges, and so keeps two names.
@@ -67,7 +67,7 @@ class ArrayLayout:
 
 @dataclass(eq=False)
 class Pointer(ArrayLayout):
-    """The address of an array argument, which the interpreter passes to the kernel.
+    """An array argument's simulated address, which the interpreter passes to the kernel.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Arguments:
     def take(
         self, name: str, given: Any, taken: dict[str, int], visible: Callable[[str], bool]
     ) -> Any:
-        """Convert an argument's arrays to `Pointer`s; add the arrays' tensor codes to `taken`."""
+        """Convert an argument's arrays to `Pointer`s; add each array's tensor code to `taken`."""
         if isinstance(given, np.generic):
             return given.item()
         if given is None or isinstance(given, (bool, int, float, str)) or not visible(name):
@@ -230,13 +230,13 @@ def begin_of(array: Any) -> int:
 
 
 def values(pointer: Pointer, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Return a tensor's values as a NumPy array that shares the tensor's memory."""
+    """Return a tensor's values as a NumPy array, without a copy."""
     dtype = exact_dtype(pointer.dtype)
     steps = tuple(step * dtype.itemsize for step in strides)
     return np.ndarray(shape, dtype, allocation(pointer), pointer.start, steps)
 
 
 def allocation(pointer: Pointer) -> np.ndarray:
-    """Return the bytes of a tensor's allocation as a NumPy array that shares this memory."""
+    """Return the bytes of a tensor's complete allocation as a NumPy array, without a copy."""
     raw: Any = (ctypes.c_uint8 * max(pointer.size, 1)).from_address(pointer.memory)
     return np.frombuffer(raw, np.uint8, pointer.size)

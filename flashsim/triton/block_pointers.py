@@ -131,5 +131,5 @@ def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
 
 
 def _without(options: dict[str, Any]) -> dict[str, Any]:
-    """Drop options for block pointers: up to Triton 3.8, plain pointers accepted them too."""
+    """Drop block pointers' options, which Triton up to 3.8 also accepts for plain pointers."""
     return {k: v for k, v in options.items() if k not in ("boundary_check", "padding_option")}

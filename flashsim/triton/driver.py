@@ -47,7 +47,7 @@ class Driver:
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
-    """Return NaN as the time of `fn`, which is not called, so that its launches do not count."""
+    """Return NaN as the time of `fn`, without a call, so that launches in `fn` do not count."""
     nothing = float("nan")
     if quantiles is not None:
         return [nothing] * len(quantiles)
@@ -146,7 +146,7 @@ def _device_facts() -> dict[str, Any]:
 
 
 def _said(torch: Any, name: str, value: Any) -> Callable[..., Any]:
-    """Return a function that returns `value` to the user's file, and the true value to torch."""
+    """Return a function that returns `value` to user code, and the true value to torch."""
     plain = getattr(torch.cuda, name)
 
     def told(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ def _said(torch: Any, name: str, value: Any) -> Callable[..., Any]:
 
 
 def _torch_asks(torch: Any) -> bool:
-    """Return True if torch itself called the replaced function and so needs the true value."""
+    """Return True if torch itself, which needs the true value, called the replaced function."""
     return sys._getframe(2).f_code.co_filename.startswith(str(Path(torch.__file__).parent))
 
 

@@ -1,6 +1,6 @@
 """Replacements for operations of the Triton interpreter's builder, used while kernels are traced.
 
-Each function takes the `machine.Interpreter`, the original operation and its arguments. Loads,
+Each function takes the `machine.Interpreter`, the original operation and the arguments. Loads,
 stores and atomic operations record their accesses. Arithmetic of bfloat16 and FP8 is computed in
 float32 and rounded once.
 """
@@ -182,7 +182,7 @@ def _refused(what: str) -> Callable[..., Any]:
 
 
 def checking(plain: Any) -> Any:
-    """Extend `plain`, the check of a reduction's operands, to refuse bfloat16 and FP8."""
+    """Return a stricter `plain` (a check of reductions), which also refuses bfloat16 and FP8."""
 
     def check(ops: Any, given: Any) -> None:
         plain(ops, given)
@@ -194,7 +194,7 @@ def checking(plain: Any) -> Any:
 
 
 def remembering(plain: Any) -> Any:
-    """Return a cached version of `_get_np_dtype`, which builds a table at each call."""
+    """Return a cached version of `_get_np_dtype`, because the original builds a table per call."""
     known: dict[Any, np.dtype] = {}
 
     def dtype_of(kind: Any) -> np.dtype:

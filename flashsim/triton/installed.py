@@ -15,7 +15,7 @@ OLDEST, NEWEST = (3, 6), (3, 9)
 
 
 class Installed(NamedTuple):
-    """The installed Triton: the package, its language, its interpreter, version and folder."""
+    """The installed Triton: package, language, interpreter, version and folder."""
 
     triton: ModuleType
     tl: Any

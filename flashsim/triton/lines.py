@@ -1,4 +1,4 @@
-"""Find the line of the user's kernel that is running, and name it in errors."""
+"""Finds the running line of the user's kernel, and names the line in errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_library(folder: str) -> bool:
 
 
 def deepest(error: BaseException, folder: str) -> tuple[str, int, str] | None:
-    """Return the file, number and text of the innermost line of user code in a traceback."""
+    """Return the innermost line of user code in a traceback: the file, the number and the text."""
     found = None
     seen: set[int] = set()
     link: BaseException | None = error
@@ -54,7 +54,7 @@ def deepest(error: BaseException, folder: str) -> tuple[str, int, str] | None:
 
 
 def tiles(frame: FrameType | None, folder: str, stop: Any) -> dict[str, Any]:
-    """Return a kernel's and its helpers' local variables that are tensors, by name."""
+    """Return, by name, the local variables of a kernel and its helpers that hold tensors."""
     found: dict[str, Any] = {}
     while frame is not None and frame.f_code is not stop:
         if not frame.f_code.co_filename.startswith((folder, *_OTHERS)):
@@ -67,7 +67,7 @@ def tiles(frame: FrameType | None, folder: str, stop: Any) -> dict[str, Any]:
 
 
 def failure(kernel: str, place: tuple[int, ...], error: Exception, folder: str) -> FlashSimError:
-    """Turn a kernel's error into flashsim's, which names the user's line and the program."""
+    """Return flashsim's error for a kernel's error, with the user's line and the program."""
     found = deepest(error, folder)
     root: BaseException = error
     while type(root).__name__ == "InterpreterError" and root.__cause__ is not None:

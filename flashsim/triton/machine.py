@@ -31,7 +31,7 @@ POSITIVE = 1e-3
 
 @dataclass(eq=False)
 class Ran:
-    """A kernel launch that ran, with all that is needed to run one of its programs again.
+    """A completed kernel launch, with the data needed to run one program again.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Ran:
 
 
 class Interpreter:
-    """Triton's interpreter; in a ``with`` block of `entered`, its `recorder` records accesses.
+    """Triton's interpreter; in a ``with`` block of `entered`, the `recorder` records accesses.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class Interpreter:
         return self.at.interpreter.InterpretedFunction(kernel.fn)
 
     def _rewriting(self, rewrite: Callable[..., Any]) -> Callable[..., Any]:
-        """Remember the globals of the user's file before the interpreter adds its own names."""
+        """Remember the globals of the user's file before the interpreter adds more names."""
 
         def remembering(function: Any) -> Any:
             scope = function.fn.__globals__
@@ -252,7 +252,7 @@ class Interpreter:
         return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
     def reach(self, op: int, pointers: Any, mask: Any) -> Reached:
-        """Record an access of the running program; return the real memory that it refers to."""
+        """Record an access of the running program, and return the accessed real memory."""
         active = np.ones(pointers.data.shape, bool) if mask is None else mask.data
         op = ATOMIC if self.atomic else op
         reached = self.memory.reach(op, pointers.data, active, dtype_of(pointers), self.line())
@@ -274,11 +274,11 @@ class Interpreter:
         self.recorder.held(held)
 
     def locals(self) -> dict[str, Any]:
-        """Return the running kernel's local variables that are tensors, by name."""
+        """Return, by name, the running kernel's local variables that hold tensors."""
         return tiles(reader_frame(self.at.folder), self.at.folder, _run_program.__code__)
 
     def variables(self) -> dict[str, np.ndarray]:
-        """Return the values of the running kernel's variables that are tiles of floats."""
+        """Return the values of the running kernel's variables that hold tiles of floats."""
         return {
             name: np.array(floats.widen(value.handle))
             for name, value in self.locals().items()
@@ -302,7 +302,7 @@ class Interpreter:
             self.recorder.work(kind, size, line=self.line())
 
     def exponent(self, arg: Any) -> None:
-        """Add a note if attention's forward pass takes exponentials of positive numbers."""
+        """Add a note if a forward pass of attention computes exp of a positive number."""
         if self.memory.silent or floats.is_narrow(arg.dtype):
             return
         most = float(np.max(arg.data, initial=-np.inf, where=np.isfinite(arg.data)))
@@ -388,7 +388,7 @@ class Interpreter:
             raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
-        """Rerun a program on memory as it was before the launch; call `look` at each access."""
+        """Run a program again on the memory from before the launch; call `look` at each access."""
         at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
         for p in ran.pointers:
@@ -468,7 +468,7 @@ class Interpreter:
         return made
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return a dict from tensor code to array; for a JAX array, the copy that was written."""
+        """Return a dict from tensor code to array; a JAX array is replaced by the written copy."""
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:
@@ -488,7 +488,7 @@ def _run_program(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def _restore(obj: Any, before: Mapping[str, Any]) -> None:
-    """Restore the attributes of an object in Triton's language, such as `tl`."""
+    """Restore the attributes of one object in Triton's language, such as `tl`."""
     for name, value in list(vars(obj).items()):
         if name not in before:
             delattr(obj, name)

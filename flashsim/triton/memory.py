@@ -34,7 +34,7 @@ class Reached:
 
 
 class Memory:
-    """The tensors of one kernel launch, found by their simulated addresses."""
+    """The tensors of one kernel launch, found by simulated address."""
 
     def __init__(self, recorder: Recorder, pointers: list[Pointer]) -> None:
         self._recorder = recorder
@@ -51,7 +51,7 @@ class Memory:
     def reach(
         self, op: int, pointers: np.ndarray, mask: np.ndarray, itemsize: int, line: Line
     ) -> Reached:
-        """Record an access, and return the real memory that its lanes (elements) refer to.
+        """Record an access, and return the real memory that the lanes (elements) refer to.
 
         MemoryModelError is raised if an active lane's address belongs to no argument of the kernel.
         """
@@ -87,7 +87,7 @@ class Memory:
         return Reached(where, real, lost)
 
     def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Translate real addresses, as in a tensor of pointers, to simulated addresses."""
+        """Translate real addresses to simulated addresses, for a tensor that holds pointers."""
         first, most = START, START + len(self._recorder.tensors) * REGION
         if int(addresses.min()) >= first and int(addresses.max()) < most:
             return addresses
@@ -148,7 +148,7 @@ class Memory:
     def _others(
         self, its: Pointer, moved: np.ndarray, itemsize: int
     ) -> tuple[dict[int, np.ndarray], int]:
-        """Find which elements outside of `its` tensor belong to other tensors in its allocation."""
+        """Find elements past the tensor `its` that belong to another tensor in the allocation."""
         found: dict[int, np.ndarray] = {}
         left = its.start + moved
         for other in self._launch:

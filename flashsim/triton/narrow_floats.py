@@ -1,10 +1,10 @@
-"""Compute bfloat16 and FP8 correctly, because Triton's interpreter does not.
+"""Computes bfloat16 and FP8 correctly, because Triton's interpreter computes both wrongly.
 
 The interpreter stores bfloat16 and FP8 numbers as unsigned integers. The interpreter computes sums,
 products, comparisons and `tl.dot` on these integers: the results are wrong, and no error is raised.
 The interpreter's conversions also round differently from a GPU's. This module widens operands to
-float32, which is exact, and rounds the result once, to nearest even. For sums, products and
-quotients of two bfloat16 or FP8 numbers, a GPU gives the same result.
+float32, which is exact, and rounds the result once, to nearest even. A GPU gives the same sums,
+products and quotients of two bfloat16 or FP8 numbers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def handle(data: np.ndarray, dtype: Any) -> Any:
 
 
 def cast(source: Any, to: Any) -> Any:
-    """Return a handle converted to another type; at least one of both types must be narrow."""
+    """Return a handle converted to another type; the old or the new type must be narrow."""
     data = widen(source)
     scalar = to.scalar
     if is_narrow(scalar):

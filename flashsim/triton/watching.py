@@ -20,7 +20,7 @@ from flashsim.triton.machine import Interpreter
 
 
 class Watch:
-    """The kernel launches that `watch` recorded; `result()` returns their trace."""
+    """The kernel launches that `watch` recorded; `result()` returns the trace."""
 
     def __init__(
         self, machine: Interpreter, options: Mapping[str, Any], check: bool | Reference
@@ -75,7 +75,7 @@ class Watch:
         return [self._machine.numbers(one.code).copy() for one in recorder.tensors]
 
     def codes_of(self, array: Any) -> list[int]:
-        """Return the codes of all tensors, also views, that start at an array's first element."""
+        """Return the codes of all tensors and views that start at an array's first element."""
         begins = begin_of(array)
         pointers = self._machine.arguments.pointers
         return [one.code for one in pointers if one.memory + one.start == begins]

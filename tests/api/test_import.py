@@ -102,13 +102,19 @@ def sources():
 
 
 SOURCES = sources()
-parsed = cache(ast.parse)
+
+
+@cache
+def statements(source):
+    """Its imports and classes, anywhere in it."""
+    kinds = ast.Import, ast.ImportFrom, ast.ClassDef
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
 
 
 def imports_of(source, known=SOURCES):
     """Modules of flashsim that a source imports, anywhere in it."""
     found = set()
-    for node in ast.walk(parsed(source)):
+    for node in statements(source):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "write imports in full"
             if node.module and node.module.split(".")[0] == "flashsim":
@@ -282,7 +288,7 @@ def namesakes(sources):
     names = [
         node.name
         for text in sources.values()
-        for node in ast.walk(parsed(text))
+        for node in statements(text)
         if isinstance(node, ast.ClassDef)
     ]
     return {name for name in names if names.count(name) > 1}

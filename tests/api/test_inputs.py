@@ -423,13 +423,16 @@ BAD = {
         lambda: run(threads=2),
         "UnknownArgumentError",
         TypeError,
-        ["run() has no argument 'threads' with backend='simulator', but with backend='numba'"],
+        [
+            "run() has the argument 'threads' only with backend='numba'",
+            "not with backend='simulator'",
+        ],
     ),
     "option of other backends": (
         lambda: run(backend="numba", scales=(1, 1, 1)),
         "UnknownArgumentError",
         TypeError,
-        ["run() has no argument 'scales' with backend='numba', but with backend='simulator'"],
+        ["run() has the argument 'scales' only with backend='simulator'"],
     ),
     "dropout": (
         lambda: run(dropout_p=0.1),

@@ -341,7 +341,7 @@ def test_what_a_decode_does_not_take():
         with pytest.raises(error, match=message):
             decode.check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
 
-    refused(UnsupportedError, "takes neither tiling", tiling=Tiling(16, 16))
+    refused(UnsupportedError, "leave out tiling= and key_order=", tiling=Tiling(16, 16))
     refused(UnsupportedError, "in ascending order", key_order="descending")
     refused(UnsupportedError, "leave out kernel=", options={"kernel": "hopper"})
     refused(DTypeError, "workspace= must be a .*Workspace, got 3", options={"workspace": 3})

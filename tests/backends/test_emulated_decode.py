@@ -212,7 +212,7 @@ def test_what_a_trace_cannot_say():
     def walk(p, lengths, splits=None):
         return traces.walk_of(decode_plan.plan(p, lengths, H200, splits), lengths, 0)
 
-    with pytest.raises(UnsupportedError, match="row tiles under a mask"):
+    with pytest.raises(UnsupportedError, match="row tiles, but the kernel computes"):
         walk(Problem(300, 600, 64, causal=True, **GROUPED), (600,), 1)
     with pytest.raises(UnsupportedError, match="no sequence has a key"):
         walk(Problem(1, 600, 64, **GROUPED), (0,))
@@ -220,7 +220,7 @@ def test_what_a_trace_cannot_say():
     case = Case(*TRACED["one query"][:2])
     made = launch(AMPERE, case, case.make(), 2, reports=broken)[2]
     broken["visit_counts"][1, 0, 0] += 2  # of the second key head
-    with pytest.raises(TraceError, match=r"stage 'split': .* head 1 reported"):
+    with pytest.raises(TraceError, match=r"stage 'split', .* head 1 reported"):
         traces.stages(made, traces.walk_of(made, case.lengths, 0), **broken)
 
 

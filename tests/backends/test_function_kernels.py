@@ -155,6 +155,7 @@ def compare(p, score, family, algorithm):
 
 #: Every kernel: both warpgroups alike, columns shared, roles; spans and lists of tiles.
 PACKED = {"cu_seqlens_q": (0, 70, 71, 170), "cu_seqlens_k": (0, 100, 103, 200)}
+PAIR = {"heads": 2, "kv_heads": 1}
 HOPPER_CASES = {
     "causal 64": (problem(150, 200, 64, causal), None),
     "alibi 64": (problem(150, 200, 64, causal, alibi, batch=2), alibi),
@@ -163,10 +164,10 @@ HOPPER_CASES = {
     "alibi packed 64": (problem(170, 200, 64, None, alibi, **PACKED), alibi),
     "alibi dilated 64": (problem(200, 300, 64, dilated, alibi, causal=True), alibi),
     "relative 128": (problem(150, 200, 128, None, relative), relative),
-    "relative 96": (problem(300, 400, 96, None, relative), relative),  # 192 + 112 distances
+    "relative 96": (problem(300, 400, 96, None, relative, **PAIR), relative),  # 192 + 112 distances
     "relative 192": (problem(300, 400, 192, None, relative), relative),
     "relative and keys 64": (problem(150, 200, 64, None, relative_and_keys), relative_and_keys),
-    "documents 128": (problem(300, 300, 128, documents, batch=2), None),
+    "documents 128": (problem(300, 300, 128, documents, batch=2, **PAIR), None),
     "dilated 32": (problem(200, 200, 32, dilated, alibi), alibi),
     "late 64": (problem(200, 250, 64, late, biased), biased),
     "capped 192": (problem(150, 200, 192, causal, capped), capped),

@@ -613,8 +613,8 @@ def test_blocks_are_persistent():
     ("change", "direction", "why"),
     [
         (dict(dtype="float32"), "forward", "float16 and bfloat16, not float32"),
-        (dict(head_dim=512), "forward", "head_dim of at most 256"),
-        (dict(head_dim=264), "backward", "head_dim of at most 256"),
+        (dict(head_dim=512), "forward", "head_dim up to 256"),
+        (dict(head_dim=264), "backward", "head_dim up to 256"),
         (
             dict(block_mask=BlockMask(np.ones((8, 8), bool), 64, 64)),
             *("forward", "do not divide the block mask"),

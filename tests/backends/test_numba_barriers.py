@@ -63,14 +63,16 @@ class Lots:
     """Threads that run one at a time; the next one is drawn by lot, some more often than others."""
 
     def __init__(self, seed):
-        self.draw, self.turn = random.Random(seed), threading.Condition()
+        self.draw, self.lock = random.Random(seed), threading.Lock()
         self.ready, self.often, self.now, self.failed = {}, {}, None, None
-        self.mine = threading.local()
+        self.mine, self.turns = threading.local(), {}
 
     def run(self, roles):
         threads = [threading.Thread(target=self._begin, args=role) for role in roles.items()]
         self.often = {name: self.draw.choice((1, 10, 100)) for name in roles}
-        with self.turn:
+        # A condition for each: only the thread whose turn it is wakes up.
+        self.turns = {name: threading.Condition(self.lock) for name in roles}
+        with self.lock:
             self.ready = {name: lambda: True for name in roles}
             self._pick()
         for thread in threads:
@@ -82,7 +84,7 @@ class Lots:
 
     def step(self, ready=lambda: True):
         """Let others go on, until `ready` holds and the lot falls here."""
-        with self.turn:
+        with self.lock:
             self.ready[self.mine.role] = ready
             self._pick()
             self._mine()
@@ -90,18 +92,18 @@ class Lots:
     def _begin(self, name, role):
         self.mine.role = name
         try:
-            with self.turn:
+            with self.lock:
                 self._mine()
             role()
         except Exception as error:
             self.failed = self.failed or error
-        with self.turn:
+        with self.lock:
             del self.ready[name]
             self._pick()
 
     def _mine(self):
         while self.now != self.mine.role and not self.failed:
-            self.turn.wait()
+            self.turns[self.mine.role].wait()
         if self.failed:
             raise self.failed
 
@@ -111,7 +113,8 @@ class Lots:
             self.failed = self.failed or Stuck(sorted(self.ready))
         often = [self.often[name] for name in able]
         self.now = self.draw.choices(able, often)[0] if able else None
-        self.turn.notify_all()
+        for name in self.turns if self.failed else [self.now] if able else ():
+            self.turns[name].notify_all()
 
 
 class Cluster:
@@ -250,10 +253,39 @@ class Block:
         self.lots.step()
 
 
+def ring(barriers, n):
+    """The barrier of a ring's stage for its n-th tile."""
+    return barriers + 8 * (n & 1)
+
+
+def machine(block, **more):
+    """What the kernels call of Hopper's own: registers and barriers as played, and `more`."""
+    return SimpleNamespace(
+        warpgroup=lambda: block.thread // 128,
+        warp=lambda: block.thread // 32,
+        registers=lambda *_, **__: lambda: None,
+        barriers_begin=lambda counts: block.begin,
+        cluster_sync=block.cluster.sync,
+        named_arrive=lambda n: lambda barrier: block.named_arrive(barrier, n) and None,
+        named_sync=lambda n: lambda barrier: block.named_sync(barrier, n),
+        get=lambda address: block.words[address],
+        put=block.words.__setitem__,
+        speaks=lambda: True,
+        map_address=lambda x: x,
+        uncounted=lambda x: x,
+        wait=block.wait,
+        wait_full=lambda b, n: block.wait(ring(b, n), n >> 1 & 1),
+        wait_free=lambda b, n: block.wait(ring(b, n), n >> 1 & 1 ^ 1),
+        arrive=block.arrive,
+        stage=ring,
+        expect=lambda count: lambda barrier: block.expect(barrier, count),
+        **more,
+    )
+
+
 def played(block):
     """What the kernel's modules call, by module."""
     memory, at = block.memory, block.at
-    ring = lambda barriers, n: barriers + 8 * (n & 1)  # noqa: E731
 
     def passed(pending):
         return lambda value: block.done(pending) or value
@@ -351,25 +383,8 @@ def played(block):
         visit = divmod(lse // 4, ROWS)
         return visit, visit
 
-    hopper = SimpleNamespace(
-        warpgroup=lambda: block.thread // 128,
-        warp=lambda: block.thread // 32,
-        registers=lambda *_, **__: lambda: None,
-        barriers_begin=lambda counts: block.begin,
-        cluster_sync=block.cluster.sync,
-        named_arrive=lambda n: lambda barrier: block.named_arrive(barrier, n) and None,
-        named_sync=lambda n: lambda barrier: block.named_sync(barrier, n),
-        get=lambda address: block.words[address],
-        put=block.words.__setitem__,
-        speaks=lambda: True,
-        map_address=lambda x: x,
-        uncounted=lambda x: x,
-        wait=block.wait,
-        wait_full=lambda b, n: block.wait(ring(b, n), n >> 1 & 1),
-        wait_free=lambda b, n: block.wait(ring(b, n), n >> 1 & 1 ^ 1),
-        arrive=block.arrive,
-        stage=ring,
-        expect=lambda count: lambda barrier: block.expect(barrier, count),
+    hopper = machine(
+        block,
         copy_tile=copy_tile,
         queue_scores=scores,
         product_wait=lambda pending, n: passed(pending),

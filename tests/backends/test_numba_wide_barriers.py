@@ -26,6 +26,7 @@ from test_numba_barriers import (
     Lots,
     Stuck,
     item_functions,
+    machine,
 )
 
 from flashsim.backends.numba_gpu.hopper import backward_roles, backward_wide, kv_outer
@@ -83,7 +84,6 @@ class WideBlock(Block):
 def played(block):
     """What the kernels' modules call, by module."""
     memory, at = block.memory, block.at
-    ring = lambda barriers, n: barriers + 8 * (n & 1)  # noqa: E731
     roles = isinstance(at, Roles)
 
     def visit_of(address):
@@ -238,27 +238,10 @@ def played(block):
     def passed(pending):
         return lambda value: block.done(pending) or value
 
-    hopper = SimpleNamespace(
-        warpgroup=lambda: block.thread // 128,
-        warp=lambda: block.thread // 32,
-        registers=lambda *_, **__: lambda: None,
-        barriers_begin=lambda counts: block.begin,
-        named_arrive=lambda n: lambda barrier: block.named_arrive(barrier, n) and None,
-        named_sync=lambda n: lambda barrier: block.named_sync(barrier, n),
-        get=lambda address: block.words[address],
-        put=block.words.__setitem__,
-        speaks=lambda: True,
-        map_address=lambda x: x,
-        uncounted=lambda x: x,
-        wait=block.wait,
-        wait_full=lambda b, n: block.wait(ring(b, n), n >> 1 & 1),
-        wait_free=lambda b, n: block.wait(ring(b, n), n >> 1 & 1 ^ 1),
-        arrive=block.arrive,
-        stage=ring,
-        expect=lambda count: lambda barrier: block.expect(barrier, count),
+    hopper = machine(
+        block,
         copy_tile=copy_tile,
         copy_chunks=copy_chunks,
-        cluster_sync=block.cluster.sync,
         store_output=store_output,
         queue_scores=lambda *_, **__: queue_scores,
         product_wait=lambda pending, n: passed(pending),

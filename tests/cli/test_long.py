@@ -125,7 +125,7 @@ def test_what_memory_does_not_hold_is_refused(words, monkeypatch, began):
 def test_a_rung_refuses_before_it_builds_what_judges_it():
     result = invoke("study ladder", "-n", 100_000, "--rungs", "whole-row-attention")  # S: 74.5 GiB
     assert result.exit_code == 2
-    assert "53,888 at block_q=1" in result.stderr
+    assert "(with block_q=1, 53,888)" in result.stderr
 
 
 @pytest.mark.parametrize(

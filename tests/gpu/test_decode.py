@@ -273,20 +273,26 @@ def test_a_page_that_the_pool_has_not():
     assert np.isfinite(out[0]).all()
 
 
-@pytest.mark.parametrize("page", [0, 1, 3, 16])
-@pytest.mark.parametrize("splits", [1, 6, "auto"])
-def test_counted_bytes(page, splits):
-    case = ragged(3, 3000, 4, 128, "float16", page=page, causal=True)
+def counted_bytes(case, splits):
+    """The bytes that a launch's kernels report, and its plan."""
     x = {name: cupy.asarray(a) for name, a in case.make().items()}
     given = {"cache_seqlens": case.lengths, "splits": splits}
-    if page:
+    if case.page:
         given["block_table"] = x["table"]
     job = Job(case.problem, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=given)
     space = arrays.space_of({"q": x["q"]}, case.problem.dtype)
     gpu = engine.gpu_of(space.device)
     n = None if splits == "auto" else splits
-    made = family.plan(case.problem, case.lengths, gpu, n, page, counts=True)
-    assert decode.counted(job, gpu, space) == moved(made, case)
+    plan = family.plan(case.problem, case.lengths, gpu, n, case.page, counts=True)
+    return decode.counted(job, gpu, space), plan
+
+
+@pytest.mark.parametrize("page", [0, 1, 3, 16])
+@pytest.mark.parametrize("splits", [1, 6, "auto"])
+def test_counted_bytes(page, splits):
+    case = ragged(3, 3000, 4, 128, "float16", page=page, causal=True)
+    counted, launched = counted_bytes(case, splits)
+    assert counted == moved(launched, case)
 
 
 COUNTED = {
@@ -309,16 +315,8 @@ def test_counted_bytes_are_the_simulators(name, splits, page):
     more = {"n_q": 1, "d": 128, "dtype": "bfloat16", **COUNTED[name]}
     case = ragged(5, 3000, page=page, **more)
     case = Case(case.problem, (0, *case.lengths[1:]), page)
-    x = {name: cupy.asarray(a) for name, a in case.make().items()}
-    given = {"cache_seqlens": case.lengths, "splits": splits}
-    if page:
-        given["block_table"] = x["table"]
-    job = Job(case.problem, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=given)
-    space = arrays.space_of({"q": x["q"]}, case.problem.dtype)
-    gpu = engine.gpu_of(space.device)
-    n = None if splits == "auto" else splits
-    made = family.plan(case.problem, case.lengths, gpu, n, page, counts=True)
-    assert decode.counted(job, gpu, space) == simulated(made, case)
+    counted, launched = counted_bytes(case, splits)
+    assert counted == simulated(launched, case)
 
 
 @pytest.mark.parametrize("page", [0, 16])

@@ -130,7 +130,7 @@ def test_tiles_that_are_too_large(path):
     [
         (Handover("error", "ValueError: no (line 3)"), "error", "ValueError: no (line 3)"),
         (Handover(data=b"no archive"), "record", "cannot read these bytes as a kernel's record"),
-        (Handover(data=packed([])), "record", "made 3 calls"),
+        (Handover(data=packed([])), "record", "submission 3 times"),
     ],
 )
 def test_failures_in_words(path, handover, kind, words):

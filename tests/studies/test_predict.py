@@ -472,7 +472,7 @@ def test_what_the_decode_kernel_does_not_do_is_refused():
     for said, problem, how in (
         ("leave out tiling=", CACHE, {"tiling": Tiling(16, 16)}),
         ("leave out kernels=", CACHE, {"kernels": "hopper"}),
-        ("chooses the number of splits by a rule of its own", CACHE, {"splits": "fa3"}),
+        ("decode kernel does not support splits='fa3'", CACHE, {"splits": "fa3"}),
         ("with shared_prefix cannot be predicted", Problem(2, 9, dtype="bfloat16",
             cu_seqlens_q=(0, 1, 2), cu_seqlens_k=(4, 6, 9), shared_prefix=4), {}),
         ("same number of queries for every", Problem(3, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 3),

@@ -96,7 +96,7 @@ def test_a_device_without_a_link_asks_for_one():
 
 
 def test_ranks_that_decode_are_refused():
-    with pytest.raises(UnsupportedError, match=r"only with a few queries.*algorithm='flash2'"):
+    with pytest.raises(UnsupportedError, match=r"only for a few queries.*algorithm='flash2'"):
         predict.spread(Problem(4096, dtype="bfloat16"), ranks=4, algorithm="flash-decode")
 
 

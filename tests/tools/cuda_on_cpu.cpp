@@ -9,6 +9,7 @@
 #include "cuda_on_cpu.h"
 
 #include <algorithm>
+#include <cmath>
 #include <csetjmp>
 #include <ucontext.h>
 #include <vector>
@@ -433,29 +434,42 @@ void ptx_st_shared_v2_f32(u32 to, float x, float y) {
     memcpy(shared + to, &x, 4), memcpy(shared + to + 4, &y, 4);
 }
 // wgmma, each thread its own part at once: A is 64 x 16, B 16 x n / 2 * 4, rows or columns of k.
-static u32 element(u64 matrix, bool k_down, int other, int k) {
+template <bool BF16>
+static void line(float (&to)[16], u64 matrix, bool k_down, int other) {  // a row of A, a column of B
     const u32 start = (matrix & 0x3fff) << 4, leading = (matrix >> 16 & 0x3fff) << 4;
     const u32 stride = (matrix >> 32 & 0x3fff) << 4;
-    const int row = matrix >> 62 == 3 ? 32 : 128;  // bytes of a swizzled row
-    const u32 at = k_down ? start + other / (row / 2) * leading + other % (row / 2) * 2 +
-                                k / 8 * stride + k % 8 * row
-                          : start + other / 8 * stride + other % 8 * row + k * 2;
-    return row == 32 ? at ^ (at >> 7 & 1) << 4 : swizzled(at);
+    const bool narrow = matrix >> 62 == 3;
+    const int row = narrow ? 32 : 128, half = narrow ? 16 : 64;  // bytes of a swizzled row, elements
+    const u32 first = start + (k_down ? other / half * leading + other % half * 2
+                                      : other / 8 * stride + other % 8 * row);
+    for (int k = 0; k < 16; ++k) {
+        const u32 at = first + (k_down ? k / 8 * stride + k % 8 * row : k * 2);
+        const u32 x = half_at(narrow ? at ^ (at >> 7 & 1) << 4 : swizzled(at));
+        to[k] = BF16 ? bits<float>(x << 16) : from_f16(x);
+    }
 }
+// Each element of D: a row of A (one of two) by a column of B, added in the order of k.
 template <bool BF16>
-static float value(u32 at) {
-    return BF16 ? bits<float>(half_at(at) << 16) : from_f16(half_at(at));
+static void multiply(float* const* d, int n, const float (&rows)[2][16], u64 b, bool accumulate,
+                     bool b_down) {
+    const int column = threadIdx.x % 4 * 2;
+    for (int e = 0; e < n; e += e % 2 ? 3 : 1) {
+        float B[16];
+        line<BF16>(B, b, b_down, e / 4 * 8 + column + e % 2);
+        for (int i = 0; i < 2; ++i) {
+            float& to = *d[e + 2 * i];
+            float sum = accumulate ? to : 0.0f;
+            for (int k = 0; k < 16; ++k) sum += rows[i][k] * B[k];
+            to = sum;
+        }
+    }
 }
 template <bool BF16>
 void wgmma(float* const* d, int n, u64 a, u64 b, bool accumulate, bool a_down, bool b_down) {
-    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    for (int e = 0; e < n; ++e) {
-        float sum = accumulate ? *d[e] : 0.0f;
-        for (int k = 0; k < 16; ++k)
-            sum += value<BF16>(element(a, a_down, row + e / 2 % 2 * 8, k)) *
-                   value<BF16>(element(b, b_down, e / 4 * 8 + column + e % 2, k));
-        *d[e] = sum;
-    }
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    float rows[2][16];
+    for (int i = 0; i < 2; ++i) line<BF16>(rows[i], a, a_down, row + 8 * i);
+    multiply<BF16>(d, n, rows, b, accumulate, b_down);
 }
 template void wgmma<false>(float* const*, int, u64, u64, bool, bool, bool);
 template void wgmma<true>(float* const*, int, u64, u64, bool, bool, bool);
@@ -469,16 +483,13 @@ static float f16_of(u32 x, int i) { return from_f16(i ? x >> 16 : x & 0xffff); }
 template <bool BF16>
 void wgmma_rs(float* const* d, int n, const u64* a, u64 b, bool accumulate, bool b_down) {
     const Shown<4> lanes({u32(a[0]), u32(a[1]), u32(a[2]), u32(a[3])});
-    const unsigned lane = threadIdx.x % 32;
-    for (int e = 0; e < n; ++e) {
-        float sum = accumulate ? *d[e] : 0.0f;
+    float rows[2][16];
+    for (int i = 0; i < 2; ++i)
         for (int k = 0; k < 16; ++k) {
-            const u32 pair = lanes(lane / 4 * 4 + k % 8 / 2, e / 2 % 2 + k / 8 * 2);
-            sum += (BF16 ? bf16_of(pair, k % 2) : f16_of(pair, k % 2)) *
-                   value<BF16>(element(b, b_down, e / 4 * 8 + lane % 4 * 2 + e % 2, k));
+            const u32 pair = lanes(threadIdx.x % 32 / 4 * 4 + k % 8 / 2, i + k / 8 * 2);
+            rows[i][k] = BF16 ? bf16_of(pair, k % 2) : f16_of(pair, k % 2);
         }
-        *d[e] = sum;
-    }
+    multiply<BF16>(d, n, rows, b, accumulate, b_down);
 }
 template void wgmma_rs<false>(float* const*, int, const u64*, u64, bool, bool);
 template void wgmma_rs<true>(float* const*, int, const u64*, u64, bool, bool);
@@ -487,13 +498,17 @@ void mma_half(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2
               u32 b1) {
     const Shown<6> lanes({a0, a1, a2, a3, b0, b1});
     const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float* const c[4] = {&c0, &c1, &c2, &c3};
-    for (int x = 0; x < 4; ++x)
+    float* const c[2][2] = {{&c0, &c1}, {&c2, &c3}};
+    float rows[2][16], columns[2][16];
+    for (int i = 0; i < 2; ++i)
         for (int k = 0; k < 16; ++k) {
             const int quad = k % 8 / 2, far = k / 8;
-            *c[x] += half_of(lanes(4 * g + quad, x / 2 + 2 * far), k % 2) *
-                     half_of(lanes(4 * (2 * t + x % 2) + quad, 4 + far), k % 2);
+            rows[i][k] = half_of(lanes(4 * g + quad, i + 2 * far), k % 2);
+            columns[i][k] = half_of(lanes(4 * (2 * t + i) + quad, 4 + far), k % 2);
         }
+    for (int i = 0; i < 2; ++i)
+        for (int j = 0; j < 2; ++j)
+            for (int k = 0; k < 16; ++k) *c[i][j] += rows[i][k] * columns[j][k];
 }
 void ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
     float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -2,8 +2,11 @@
 // links it with cuda_on_cpu.cpp, which runs it.
 //
 // PTX instructions are functions, named after their opcode.
-#include <cmath>
-#include <cstring>
+
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's own: C++'s <cmath> takes longer than most kernels
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <string.h>
 
 #define __device__
 #define __global__

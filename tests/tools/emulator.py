@@ -38,7 +38,14 @@ _MAP = np.dtype(
         *(("columns", "i4"), ("rows", "i4"), ("bytes", "i4"), ("", "V44")),
     ]
 )
-_FLAGS = ("-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
+_FLAGS = (
+    "-std=c++17",
+    "-w",
+    "-fPIC",
+    "-U_FORTIFY_SOURCE",
+    "-fno-exceptions",
+    "-fno-asynchronous-unwind-tables",
+)
 #: Linking takes a third of a kernel's build time; gold links in half of it.
 _LINK = ("-shared", *(["-fuse-ld=gold"] if shutil.which("ld.gold") else []))
 #: A PTX statement: the text, then operands, whose parentheses are nested at most once.

@@ -680,7 +680,7 @@ def test_roofline_places_points_on_the_roof():
     for wrong, text in (
         (
             {"seconds": {"flash1": 1.0}},
-            "seconds has a value for 'flash1', which is not drawn; choose from ",
+            "seconds has a value for 'flash1', which is not in the plot; choose from ",
         ),
         ({"seconds": {"flash2": float("nan")}}, "must be finite and at least 1e-12, got nan"),
         ({"seconds": {"flash2": 1e-300}}, "must be finite and at least 1e-12, got 1e-300"),

@@ -66,14 +66,14 @@ _MOST_TILES = 1 << 24
 
 
 def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
-    """Return a code for each score tile, uint8 (T_r, T_c): how the mask cuts the tile.
+    """Return codes for how the mask cuts each score tile, a uint8 array of shape (T_r, T_c).
 
     A tile that is not computed is SKIPPED, and a tile that the mask does not change is WHOLE. A
     tile is CUT if the mask removes its upper right corner (as causal masks do), and CUT_LOW if the
     mask removes its lower left corner (as a sliding window does). A tile is CUT_BOTH if the mask
-    removes both corners. All other partly masked tiles are CUT. Tiles that the mask removes
-    entirely are CUT too, if standard attention computes them. More than `most` tiles raise an
-    `OptionError`.
+    removes both corners. Partly masked tiles without a removed corner are CUT. Tiles that the mask
+    removes entirely are CUT too, if standard attention computes them. More than `most` tiles raise
+    an `OptionError`.
     """
     if most is not None and schedule.t_r * schedule.t_c > most:
         raise OptionError(
@@ -136,7 +136,7 @@ def first_touch(walk: Steps) -> dict[str, np.ndarray]:
 
 
 def one_grid(trace: Trace) -> tuple[int, int]:
-    """Return the number of row tiles and of column tiles, which all stages of the trace share.
+    """Return the numbers of row tiles and column tiles, if all stages of the trace share them.
 
     Stages with different tilings raise an `UnsupportedError`, because they do not fit on one grid.
     """
@@ -155,10 +155,10 @@ MOST_PAGES = 4
 
 
 def part_numbers(schedule: Schedule) -> np.ndarray:
-    """Return the number of each score tile's thread block, int64 (T_r, T_c); -1 if it has none.
+    """Return each score tile's thread-block number, int64 of shape (T_r, T_c); -1 if no block.
 
     If the keys are split, several thread blocks work on one row tile, each on one split of the
-    keys. The blocks are numbered row tile by row tile.
+    keys.
     """
     grid = np.full((schedule.t_r, schedule.t_c), -1)
     ptr, col, _ = schedule.row_csr
@@ -172,7 +172,7 @@ def part_numbers(schedule: Schedule) -> np.ndarray:
 
 
 def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
-    """Return the (i, j) of each score tile whose left neighbour another thread block computes."""
+    """Return (i, j) of each score tile whose left neighbour belongs to another thread block."""
     if not (schedule.part_counts > 1).any():
         return []
     blocks = part_numbers(schedule)

@@ -37,8 +37,8 @@ def direction(trace: Trace) -> str:
 def one_trace(data: Any) -> Trace:
     """Return the trace in `data`; for a `Traffic`, return the trace that a run would record.
 
-    Three things raise a `FlashSimError`: a result without a recorded trace, a count that cannot be
-    listed event by event, and any other object.
+    A result without a recorded trace, a count that cannot be listed event by event, or any other
+    object raises a `FlashSimError`.
     """
     if isinstance(data, Traffic):
         return counted(data)
@@ -52,7 +52,7 @@ def one_trace(data: Any) -> Trace:
 
 
 def made_by(how: str, data: Any, has: str) -> Any:
-    """Return `data` unchanged; raise an error unless the function named `how` returned it.
+    """Return `data` unchanged; raise an error unless the function named `how` returned `data`.
 
     The attribute `has` identifies the result, because this module may not import the result's
     class.
@@ -63,7 +63,7 @@ def made_by(how: str, data: Any, has: str) -> Any:
 
 
 def all_made_by(how: str, data: Any, has: str) -> list[Any]:
-    """Return `data` as a list; raise an error if it is empty or not all results of `how`."""
+    """Return `data` as a list of results of the function `how`; raise for anything else."""
     results = list(data) if isinstance(data, (list, tuple)) else [data]
     if not results:
         raise OptionError(f"nothing to draw: pass one or more results of {how}, got none")
@@ -74,8 +74,8 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
     """Return a dict of traces and counts by label.
 
     `data` is a Trace, Traffic, Result, Gradients or Comparison, or a list or dict of them. If
-    `data` is a dict, its keys are the labels. Otherwise, the settings that distinguish a trace or
-    count are its label.
+    `data` is a dict, its keys are the labels. Without a dict, a label states the settings in which
+    a trace or count differs from the others.
     """
     if isinstance(data, Mapping):
         labels = {writable("label", label): _one(source) for label, source in data.items()}
@@ -90,8 +90,8 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
 def writable(what: str, text: Any) -> str:
     """Return a label or title as a string, after checking that it can be written to a file.
 
-    A text with more than `MOST_CHARACTERS` characters raises an `OptionError`. Half of a surrogate
-    pair raises one too, because no encoding can represent it.
+    A text with more than `MOST_CHARACTERS` characters raises an `OptionError`. A text with half of
+    a surrogate pair raises an `OptionError` too, because no encoding can represent it.
     """
     text = str(text)
     if len(text) > MOST_CHARACTERS:
@@ -112,7 +112,8 @@ def panes(
 ) -> dict[str, tuple[Trace, RowStatistics | None]]:
     """Return a dict from label to (trace, statistics of m and l) for one or two traces.
 
-    Statistics without a label belong to the first trace. A trace without statistics has None.
+    Statistics without a label belong to the first trace. For a trace without statistics, the second
+    value is None.
     """
     chosen = labelled(data)
     if len(chosen) > 2:
@@ -151,7 +152,7 @@ def _one(source: Any) -> Trace | Traffic:
 
 
 def _labels(sources: list[Trace | Traffic]) -> list[str]:
-    """Return a label for each source: its algorithm, and its settings that others do not share."""
+    """Return a label for each source: the algorithm, and settings in which sources differ."""
     facts = [
         {
             "algorithm": title(s.algorithm),
@@ -181,10 +182,10 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
 
 
 def places(algorithms: Iterable[str]) -> list[int]:
-    """For each series of a plot, return the number of its colour, line dash and marker.
+    """Return the style number of each series of a plot (colour, line dash and marker).
 
-    An algorithm has the same number in every figure. If an algorithm occurs twice, the series are
-    numbered in their order.
+    An algorithm has the same number in every figure. If two series have the same algorithm, all
+    series are numbered in order.
     """
     names = list(algorithms)
     order = [*NAMES, *dict.fromkeys(name for name in names if name not in NAMES)]
@@ -228,7 +229,7 @@ def window(sides: tuple[int, int]) -> str:
 
 
 def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
-    """Return the phrases of `about` that all sources share; with `name`, the algorithm first."""
+    """Return the phrases of `about` that all sources share; `name` puts the algorithm first."""
     all_of_them = list(sources)
     words = [about(source) for source in all_of_them]
     alike = [word for word in words[0] if all(word in other for other in words)]
@@ -240,8 +241,7 @@ def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
 def rows(data: Any) -> list[dict[str, Any]]:
     """Return one dict per point of a plot; the keys are the columns of `flashsim.sweep`.
 
-    `data` is a Sweep, a DataFrame, a list of dicts, or any input of `labelled`. Failed points are
-    left out.
+    `data` is a Sweep, a DataFrame, a list of dicts, or any input of `labelled`.
     """
     data_rows = getattr(data, "rows", None)
     if hasattr(data, "to_dict") and hasattr(data, "columns"):

@@ -51,7 +51,7 @@ class RowStatistics:
 
     @property
     def by_tile(self) -> dict[int, RowStatistics]:
-        """This object and all objects in `others`, as a dict from row tile to statistics."""
+        """A dict from row tile to statistics, of this object and of all objects in `others`."""
         return {s.tile: s for s in sorted((self, *self.others), key=lambda s: s.tile)}
 
     __repr__ = report.short
@@ -149,7 +149,7 @@ def _followed(
 
 
 def _rows(name: str, array: np.ndarray, heads: int, n: int, d: int) -> np.ndarray:
-    """Return an array as float64 (heads, n, d)."""
+    """Return an array as float64, with the shape (heads, n, d)."""
     array = checks.as_array(name, array)
     if array.dtype.kind not in "fiuV":  # V: bfloat16
         raise DTypeError(f"{name} must be an array of numbers, got {array.dtype}")

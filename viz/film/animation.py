@@ -56,8 +56,8 @@ def animate(
     """Write an animation of one trace, or of two side by side.
 
     The animation shows Q, K, V and O in HBM with the tiles in flight, the score grid as it fills,
-    the contents of SRAM, and running counters. With `statistics` it also shows the softmax's
-    maximum m and sum l of a query row.
+    the contents of SRAM, and running counters. If `statistics` is passed, the animation also shows
+    the softmax's maximum m and sum l of a query row.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def animate(
 
 
 def check_format(path: str | Path) -> Path:
-    """Return `path`; raise an error if its format is unknown or needs ffmpeg, which is missing."""
+    """Return `path`; raise if its format is unknown, or needs ffmpeg and ffmpeg is missing."""
     path = Path(path)
     if path.suffix not in FORMATS:
         raise OptionError(
@@ -127,7 +127,7 @@ class Frames:
     figure: Figure
 
     def frame(self, number: int) -> np.ndarray:
-        """Return the RGB pixels of one frame, uint8 (height, width, 3)."""
+        """Return one frame's RGB pixels, a uint8 array of shape (height, width, 3)."""
         raise NotImplementedError
 
     def frames(self) -> Iterator[np.ndarray]:
@@ -222,7 +222,7 @@ class Film(Frames):
         return len(self.schedule)
 
     def frame(self, number: int) -> np.ndarray:
-        """Return the RGB pixels of one frame, uint8 (height, width, 3)."""
+        """Return one frame's RGB pixels, a uint8 array of shape (height, width, 3)."""
         self.canvas.restore_region(self.background)
         for panels, step in zip(self.panels, self.schedule[number].tolist(), strict=True):
             for panel in panels:
@@ -242,12 +242,12 @@ class Film(Frames):
         return " and ".join(scene.walk.trace.algorithm for scene in self.scenes)
 
     def shades(self) -> np.ndarray:
-        """Return the colours that the film uses besides those of the theme, uint8 (n, 3)."""
+        """Return the film's colours that the theme lacks, a uint8 array of shape (n, 3)."""
         return np.concatenate([scene.shades() for scene in self.scenes])
 
 
 def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
-    """Return the step number that each trace shows in each frame, int (n_frames, n_walks)."""
+    """Return the step of each trace in each frame, an array of shape (n_frames, n_traces)."""
     longest = max(len(walk) for walk in walks)
     n = min(longest, max_frames)
     times = np.unique(np.linspace(0, longest - 1, n).round().astype(np.int64))
@@ -264,10 +264,10 @@ def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
 
 
 def _colors(film: Film) -> np.ndarray:
-    """Return the colours of a film's palette, with shades for the edges of text, uint8 (n, 3).
+    """Return a film's palette, with shades for the edges of text, a uint8 array of shape (n, 3).
 
-    Sample frames alone would miss the colour of a tensor that moves only once. The palette has at
-    most 255 colours: a GIF has 256, and one of these means "unchanged".
+    The palette is not made from sample frames: they would miss a tensor that moves only once. The
+    palette has at most 255 colours: a GIF has 256, and one of these means "unchanged".
     """
     look = film.theme
     solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
@@ -278,7 +278,7 @@ def _colors(film: Film) -> np.ndarray:
 
 
 def _indexed(film: Film, colors: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield each frame as an array of indices into `colors`, uint8 (height, width)."""
+    """Yield each frame as indices into `colors`, a uint8 array of shape (height, width)."""
     shared = Image.new("P", (1, 1))
     shared.putpalette(colors.tobytes())
     for pixels in film.frames():
@@ -293,7 +293,7 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Yield each frame with unchanged pixels set to `same`: the GIF shrinks to a third."""
+    """Yield each frame with unchanged pixels set to `same`, so that the GIF shrinks to a third."""
     before = next(frames)
     yield before
     for frame in frames:

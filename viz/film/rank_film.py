@@ -72,7 +72,7 @@ def animate_ranks(
 
 
 def lit(group: Any, block: Any, cells: int) -> np.ndarray:
-    """Return, as booleans, which tiles of a block of scores a rank computes at one ring step.
+    """Return a boolean array: which tiles of a block of scores a rank computes at a ring step.
 
     The block has the rank's query rows, and the keys that the rank holds at this step. The block is
     cut into `cells` x `cells` tiles.
@@ -115,7 +115,7 @@ class RanksFilm(Frames):
         self._build()
 
     def _message(self) -> str:
-        """Return the title, which states how much of their time ranks wait for the busiest rank."""
+        """Return the title, with the share of time in which ranks wait for the busiest rank."""
         work = self.lit.sum(axis=(2, 3))  # by member and step
         waits = 1 - work.sum() / (work.max(axis=0).sum() * self.group.ring)
         share = f"wait {waits:.0%} of the time" if waits > 0.005 else "never wait for each other"
@@ -186,7 +186,7 @@ class RanksFilm(Frames):
         return self.steps * self.each
 
     def frame(self, number: int) -> np.ndarray:
-        """Return the RGB pixels of one frame, uint8 (height, width, 3)."""
+        """Return one frame's RGB pixels, a uint8 array of shape (height, width, 3)."""
         step, within = divmod(number, self.each)
         share = (within + 1) / self.each
         self._light(step, share)
@@ -239,7 +239,7 @@ class RanksFilm(Frames):
             text.set_position((x, y))
 
     def shades(self) -> np.ndarray:
-        """Return the colours that the film uses besides those of the theme, uint8 (n, 3)."""
+        """Return the film's colours that the theme lacks, a uint8 array of shape (n, 3)."""
         colors = 255 * np.array(self.shade)
         ground = palette.rgb(self.theme.background)
         return np.concatenate([colors, (colors + ground) / 2])

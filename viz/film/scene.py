@@ -35,7 +35,7 @@ Box = tuple[float, float, float, float]  # x, y, width, height; y runs down
 
 
 class Mosaic:
-    """A grid of `rows` x `cols` tiles in a box of an Axes, written as pixels; each has one colour.
+    """A grid of `rows` x `cols` coloured tiles in a box of an Axes, written as pixels.
 
     Copying pixels into the canvas takes a hundredth of the time that Matplotlib takes to resample
     an image.
@@ -59,7 +59,7 @@ class Mosaic:
         self._pixels = np.zeros((height, width, 3), np.uint8)
 
     def paint(self, colors: np.ndarray) -> None:
-        """Set the tiles' colours, uint8 (rows, cols, 3), which the next `draw` shows."""
+        """Set the tiles' colours for the next `draw`, a uint8 array of shape (rows, cols, 3)."""
         if np.array_equal(colors, self.colors):
             return
         self.colors = colors
@@ -69,18 +69,18 @@ class Mosaic:
         self._pixels = pixels
 
     def draw(self, canvas: np.ndarray) -> None:
-        """Copy the pixels of the tiles into a canvas of RGBA pixels, uint8 (height, width, 4)."""
+        """Copy the tiles' pixels into an RGBA canvas, a uint8 array of shape (height, width, 4)."""
         canvas[(*self._where, slice(3))] = self._pixels
 
 
 def _edges(tile: np.ndarray, wanted: bool) -> np.ndarray:
-    """Return the index of the pixel at which each tile begins, for all tiles except the first."""
+    """Return the index of each tile's first pixel, for all tiles except the first."""
     return np.flatnonzero(np.diff(tile)) + 1 if wanted else np.zeros(0, int)
 
 
 @dataclass(frozen=True)
 class _Strip:
-    """A strip beside the score grid, which stands for a tensor in HBM."""
+    """A strip beside the score grid; the strip stands for a tensor in HBM."""
 
     box: Box
     mosaic: Mosaic
@@ -273,7 +273,7 @@ class Scene:
         return colors[None] if name in self.key_side else colors[:, None]
 
     def shades(self) -> np.ndarray:
-        """Return the scene's colours, including samples of its colour ramp, uint8 (n, 3)."""
+        """Return the scene's colours and its ramp's samples, a uint8 array of shape (n, 3)."""
         theme = self.theme
         own = [tint(name, theme.name) for name in (*self.strips, *self.in_grid)]
         held = [tint(name, theme.name) for name in self.walk.buffers]

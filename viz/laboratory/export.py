@@ -47,7 +47,7 @@ SIZES = {
 
 
 class Symbols(Problem):
-    """A problem with names (polynomials) instead of sizes, without options such as a bias.
+    """A problem whose sizes are names (polynomials), without options such as a bias.
 
     The problem has one sequence; `sequence` is (number of query rows, number of keys).
     """
@@ -98,7 +98,7 @@ class NamedTraffic(Traffic):
         )
 
     def schedule(self, stage: Stage) -> Schedule:
-        """Return the schedule of all stages; its sums over visits (tile pairs) are named sizes."""
+        """Return the schedule of all stages; sums over visits (tile pairs) are named sizes."""
         walk: Schedule = self.walk
         return walk
 

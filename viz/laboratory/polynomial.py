@@ -57,7 +57,7 @@ class Polynomial:
         return self * -1 + other
 
     def __floordiv__(self, other: Operand) -> Polynomial:
-        """Divide this polynomial by one term, which must divide every term exactly."""
+        """Divide this polynomial by one term, which must divide each of the polynomial's terms."""
         ((divisor, n),) = Polynomial.of(other).terms.items()
         return Polynomial({_without(term, divisor): _whole(m, n) for term, m in self.terms.items()})
 

@@ -42,7 +42,7 @@ class Cells(NamedTuple):
 
     The mask keeps the cells within `reach` of the diagonal, and the first `shared` rows and columns
     of cells. The diagonal is shifted by `shift`, the number of cell columns minus that of cell
-    rows, so that it ends in the lower right corner.
+    rows, so that the diagonal ends in the lower right corner.
     """
 
     rows: int

@@ -212,7 +212,7 @@ def _pane(
 
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
-    """Return a dict: "rows" has each row tile's statistics, "tile" is the tile shown first."""
+    """Return a dict: "rows" has the statistics of each row tile, "tile" is the tile shown first."""
     return {"tile": s.tile, "rows": {tile: _row(followed) for tile, followed in s.by_tile.items()}}
 
 

@@ -89,7 +89,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
 
 
 def _message(blocks: list[Any]) -> str:
-    """Return a title that names the fastest tile size or, without times, that with fewest bytes."""
+    """Return a title that names the fastest tile size; without times, the one with fewest bytes."""
     timed = [b for b in blocks if b.blocks and b.seconds]
     if timed:
         best = min(timed, key=lambda b: b.seconds)

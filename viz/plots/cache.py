@@ -25,7 +25,7 @@ def l2_curve(
 
     The DRAM bytes fall in steps as L2 grows. Each step marks the smallest L2 size at which one more
     reuse of a tensor hits L2. Before the first step, all requested bytes come from DRAM. After the
-    last step, only the first read of each byte does.
+    last step, only the first read of each byte comes from DRAM.
 
     Parameters
     ----------

@@ -96,7 +96,7 @@ def memory_footprint(
 
 
 def _close(ends: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Group the end points (x, y) of lines that are so close that their labels would overlap."""
+    """Group the end points (x, y) of lines whose labels would overlap."""
     groups: list[list[tuple[int, int]]] = []
     for x, y in sorted(ends):
         if groups and groups[-1][-1][0] == x and y < 1.3 * groups[-1][-1][1]:

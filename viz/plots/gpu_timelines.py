@@ -157,7 +157,7 @@ def _phases(
 def _number(
     ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, middle: np.ndarray, inner: str
 ) -> None:
-    """Write the inner tile's number on each visit's (tile pair's) longest phase, if it fits."""
+    """Write the inner tile's number on the longest phase of each visit (tile pair), if it fits."""
     low, high = ax.get_xlim()
     room = 0.3 * (high - low) / _SLIDE_INCHES  # of two digits
     outputs = spans["phase"] == PHASES.index("output")
@@ -177,7 +177,7 @@ def _blocks(
 ) -> None:
     """Draw one bar per thread block, from the time stamps of its last role (warpgroup).
 
-    In blocks with a producer warpgroup, which runs ahead, the last role is a consumer.
+    In a block with a producer warpgroup (which runs ahead), the last role is a consumer.
     """
     last = spans["role"] == spans["role"].max()
     spans, bars = spans[last], bars[last]
@@ -202,6 +202,6 @@ def _blocks(
 
 
 def _bars(x: np.ndarray, top: np.ndarray, height: float) -> np.ndarray:
-    """Return an array (n, 4, 2): the (x, y) of the four corners of each of n bars."""
+    """Return the four corners (x, y) of each of n bars, an array of shape (n, 4, 2)."""
     x0, x1, y1 = x[:, 0], x[:, 1], top + height
     return np.stack([np.stack(c, -1) for c in ((x0, top), (x1, top), (x1, y1), (x0, y1))], 1)

@@ -19,7 +19,7 @@ _RESULTS = ("out", "dq", "dk", "dv")
 def precision(
     data: Any, *, kind: str | None = None, n: int | None = None, ax: Axes, theme: Theme
 ) -> None:
-    """Draw the errors of out, dq, dk and dv if one rounding point at a time is less precise.
+    """Draw the errors of out, dq, dk and dv with one rounding point at a time in lower precision.
 
     The rounding points are on the x axis; at the first position, all points are float32. Infinite
     errors are drawn at the upper edge of the logarithmic y axis.

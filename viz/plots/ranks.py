@@ -83,7 +83,7 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
 def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> None:
     """Draw the parallel efficiency of groups of GPUs against the number of GPUs (ranks).
 
-    Efficiency is the time of one GPU alone divided by the sum of the times of all ranks.
+    Efficiency is the time of one GPU alone, divided by the summed times of all GPUs.
 
     Parameters
     ----------

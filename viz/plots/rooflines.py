@@ -42,8 +42,8 @@ def roofline(
     (`counts.traffic.once`). Standard attention's N x N matrices still cross HBM between its
     kernels. The real intensity lies between the two ends; a diamond marks it if `dram_bytes` is
     passed. If `seconds` has an algorithm's time, the height of its bar shows the measured FLOP/s.
-    Otherwise the bar lies in a strip at the bottom, and dotted lines lead from its ends up to the
-    roof.
+    Without a time, the bar lies in a strip at the bottom, and dotted lines lead from the bar's ends
+    up to the roof.
 
     Parameters
     ----------
@@ -190,13 +190,13 @@ def _given(
     rows: Sequence[Mapping[str, Any]],
     least: float,
 ) -> list[float | None]:
-    """Return the entry of `values` for each row's label, else for its algorithm, else None."""
+    """Return each row's entry of `values`: by the row's label, else by its algorithm, else None."""
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():
         if name not in known:
             raise OptionError(
-                f"{what} has a value for {name!r}, which is not drawn; choose from "
+                f"{what} has a value for {name!r}, which is not in the plot; choose from "
                 f"{choices(name, known)}"
             )
         checks.number(f"{what} of {name!r}", value, least)
@@ -211,7 +211,7 @@ def _once(row: dict[str, Any]) -> int:
 
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a label for each point of a sweep: the algorithm, and values that differ."""
+    """Return the labels of a sweep's points: the algorithm, and values in which points differ."""
     words = {"direction": "{}", "n_q": "N = {:,}", "head_dim": "d = {}", "causal": "causal: {}"}
     words["kv_heads"] = "{} KV heads"
     telling = [name for name in words if len({row[name] for row in rows}) > 1]
@@ -234,7 +234,7 @@ def _axes(
 
 
 def _strip(ax: Axes, theme: Theme, share: float) -> None:
-    """Reserve a strip, `share` of the axes' height, for algorithms without a measured time."""
+    """Reserve a strip (`share` of the axes' height) for algorithms without a measured time."""
     floor, top = ax.get_ylim()
     ticks = [tick for tick in ax.get_yticks() if floor <= tick <= top]
     bottom = top * (floor / top) ** (1 / (1 - share))

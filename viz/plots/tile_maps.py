@@ -41,7 +41,8 @@ def tile_map(
     A partly masked tile has a mark in the corner that the mask removes: the upper right under a
     causal mask, the lower left under a sliding window. Skipped tiles are hatched. A line separates
     splits of the keys, and a tick at the upper edge marks the start of a KV-cache page.
-    ``ax.images[0]`` holds the tiles' values, (T_r, T_c), with NaN for a skipped tile.
+    ``ax.images[0]`` holds the tiles' values, an array of shape (T_r, T_c), with NaN for skipped
+    tiles.
 
     Parameters
     ----------
@@ -126,9 +127,9 @@ def mask(
 ) -> None:
     """Draw the scores that a mask keeps, and the tiles that kernels compute.
 
-    Kernels skip tiles in which the mask keeps no score. In all other tiles, they compute every
-    score, and then remove the masked scores. ``ax.images[0]`` holds the picture's pixels, (n_q,
-    n_kv, 4).
+    Kernels skip tiles in which the mask keeps no score. In partly masked tiles, kernels compute
+    every score, and then remove the masked scores. ``ax.images[0]`` holds the picture's pixels, an
+    array of shape (n_q, n_kv, 4).
 
     Parameters
     ----------
@@ -231,7 +232,7 @@ def _mask_name(p: Problem) -> str:
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
-    """Return a figure (such as bytes) per score tile, float (T_r, T_c); NaN for a skipped tile."""
+    """Return a figure (such as bytes) per score tile, of shape (T_r, T_c); NaN if skipped."""
     chosen = (walk.stage == stage) & (walk.visit >= 0)
     i, j = walk.i[chosen], walk.j[chosen]
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)

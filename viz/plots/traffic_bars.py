@@ -118,7 +118,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
 
 
 def _message(groups: Mapping[str, Trace | Traffic]) -> str:
-    """Return the title, which says which of the drawn algorithms moves the fewest bytes."""
+    """Return the title: which of the drawn algorithms moves the fewest bytes."""
     moved = {label.split(",")[0]: source.bytes() for label, source in groups.items()}
     if len(moved) < len(groups):  # labels that differ only after a comma
         moved = {label: source.bytes() for label, source in groups.items()}
@@ -141,8 +141,8 @@ def _levels(
 ) -> tuple[list[list[str]], list[str], list[float]]:
     """Draw lines behind each group of bars: compulsory bytes and, if `dram`, DRAM bytes.
 
-    The function returns three lists: texts that differ between groups, texts that all groups share,
-    and the heights of all lines.
+    The function returns three lists: the texts of each group, the texts that all groups share, and
+    the heights of all lines.
     """
     levels = {"compulsory": [source.compulsory() for source in groups]}
     if dram:
@@ -206,7 +206,8 @@ def _name_parts(
 ) -> tuple[set[str], set[str]]:
     """Write tensor names on bar parts that are high enough, to be readable without colour.
 
-    The function returns two sets of tensors: visible ones without a name, and invisible ones.
+    The function returns two sets of tensors: those with a visible but unnamed part, and those
+    without a visible part.
     """
     low, high = ax.get_ylim()
     named = {tensor for *_, nbytes, tensor in parts if nbytes > _NAMED * (high - low)}
@@ -287,9 +288,9 @@ def sram_timeline(
 ) -> None:
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
-    The dashed line is the shared memory that one block can use. If the tiles use only a small part
-    of this memory, its size is written at the top instead. A GPU kernel may keep more bytes on chip
-    than this, because a block also has registers.
+    The dashed line is the shared memory that one block can use. If tiles use only a small part of
+    the shared memory, a number at the top replaces the dashed line. A GPU kernel may keep more
+    bytes on chip than the dashed line shows, because a block also has registers.
 
     Parameters
     ----------

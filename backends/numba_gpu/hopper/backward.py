@@ -2,17 +2,16 @@
 
 The kernel is structured like kernels/hopper/backward.cu. A thread block computes one tile of keys
 of one KV head. Each of two consumer warpgroups has 64 of the tile's keys, and keeps these keys' dK
-and dV in registers. Scores are computed transposed, so that P^T and dS^T already have the layout of
-a left operand in dV = P^T dO and dK = dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so
-dS is written to shared memory only for dQ. A visit is one query tile times one key tile. With
-DEFERRED, a visit's dQ is computed during the next visit, so that neither warpgroup waits for the
-other warpgroup's dS.
+and dV in registers. Scores are transposed, so that P^T and dS^T already have a left operand's
+layout in dV = P^T dO and dK = dS^T Q. Only the product dQ^T = K^T dS^T needs all keys of the tile,
+so dS^T is written to shared memory for this product alone. A visit is one query tile times one key
+tile. With DEFERRED, a visit's dQ is computed in the next visit, so that no warpgroup waits for the
+other's dS.
 
 TMA adds dQ to a float32 accumulator in HBM. With ORDERED, blocks add to dQ in the order of the key
-tiles. One producer thread loads tiles, a second warp loads the rows' log-sum-exp and delta, and two
-more warps send dQ to HBM. Without FUSED, the kernel in the module `dq` computes dQ. The blocks of a
-CLUSTER share the visits of a work tile, and exchange dK and dV through shared memory to add them
-up.
+tiles. One thread loads tiles, a second warp loads the rows' log-sum-exp and delta, and two more
+warps send dQ to HBM. Without FUSED, the kernel in the module `dq` computes dQ. The blocks of a
+CLUSTER divide the visits of a work tile, and add up dK and dV through shared memory.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ _DS_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
 
 
 def hopper_backward_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, specialised for the constants of `kernel`.
+    """Return the kernel's Python function, specialised for the constants of `kernel`.
 
-    The kernel takes tensor maps of q, k, v, dout and dQ's accumulator (unused without FUSED), a
-    `launch.ARGS`, and the address of a work counter whose value is 0 at the start. The counter's
-    address is 0 if no block gets more than one work tile.
+    The parameters are tensor maps of q, k, v, dout and dQ's accumulator (unused without FUSED), a
+    `launch.ARGS`, and the address of a work counter that is 0 at the start. The counter's address
+    is 0 if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))
@@ -76,7 +75,7 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
 
 
 def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a warpgroup with 64 keys per work tile."""
+    """Return ``consume(a, shared, group)``, a warpgroup's loop with 64 keys per work tile."""
     block_q, block_k, d = c.block_q, c.block_k, c.d
     bf16, fused, scaled, softcap = bool(c.bf16), bool(c.fused), bool(c.scaled), bool(c.softcap)
     deferred = at.deferred  # dQ of a visit is computed in the next visit
@@ -144,7 +143,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def store(a, shared, slot, kv_heads, row0, dk, dv):
-        """Store dV, and dK times the scale, from registers to HBM."""
+        """Store dV and dK (times the scale) from registers to HBM."""
         walk, stop = get(slot + word.WALK), get(slot + word.STOP)
         batch = quotient(walk, kv_heads)
         head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
@@ -158,11 +157,10 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def add_up(a, shared, slot, kv_heads, row0, dk, dv):
-        """Store dV, and dK times the scale, both summed over the blocks of a cluster.
+        """Store dV and dK (times the scale), summed over the blocks of a cluster.
 
-        Each block writes its sums to shared memory, where they overwrite tiles that the block no
-        longer needs. Then each block adds some columns of all blocks' sums, in the order of the
-        blocks.
+        Each block writes its sums to shared memory, over tiles that it no longer needs. Each block
+        adds up all blocks' sums of some columns, in the order of the blocks.
         """
         mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
         tiles_read(int32(_TILES_READ))  # no product reads a tile any more
@@ -200,18 +198,18 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def load_starts(shared, number):
-        """Return the initial values of the scores in the block's visit `number`."""
+        """Return the initial scores of the block's visit number `number`."""
         return start_columns(load_columns(shared + lse_at + (number & 1) * (block_q * 4)))
 
     @device
     def queue_piece(shared, group, number):
-        """Queue the product dQ^T = K^T dS^T for this warpgroup, in the block's visit `number`."""
+        """Queue this warpgroup's product dQ^T = K^T dS^T of the block's visit number `number`."""
         ds = int32(shared + ds_at + (number & 1) * ds_bytes + group * ds_part)
         return queue_dq(shared + k_at + group * k_part, ds)
 
     @device
     def hand_over(group, dq_mine, dq):
-        """Write a piece of dQ to shared memory, and signal the warp that sends it to HBM."""
+        """Write a piece of dQ to shared memory, and signal the warp that sends dQ to HBM."""
         piece_free(_DQ_FREE + group)  # the previous piece is sent
         stage_dq(dq_mine, dq)
         fence_shared()

@@ -1,10 +1,10 @@
 """The fused backward for head dims of 129 to 192 on Hopper, in Python, with warpgroup roles.
 
-The kernel is structured like kernels/hopper/backward_roles.cu. The kernel is KV-outer, but each
+The kernel is structured like kernels/hopper/backward_roles.cu. The kernel is KV-outer, and each
 warpgroup computes different products. One consumer warpgroup computes the scores, P and dS of a
-whole tile (64 queries by 96 keys), and after them dQ. A second warpgroup accumulates dV^T, and a
-third one dK^T, for all keys and columns of the tile. P and dS are transposed and pass through
-shared memory. Each row of the scores belongs to one query.
+tile pair (64 queries by 96 keys), followed by dQ. A second warpgroup accumulates dV^T, and a third
+one dK^T, for all keys and columns of a tile. P and dS are transposed when they pass through shared
+memory. Each row of the scores belongs to one query.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _P_FULL, _DS_FULL, _DS_FREE, _DS_WRITTEN, _DQ_FREE, _DQ_FULL = range(1, 7)
 
 
 def hopper_backward_roles_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function with the parameters of `hopper_backward_kernel`."""
+    """Return the kernel's Python function, with the parameters of `hopper_backward_kernel`."""
     c = constants(kernel)
     c.cluster = 1
     at = Roles(c.block_q, c.block_k, c.d, columns_taken(c.head_dim, c.head_dim_v, 32))
@@ -203,10 +203,10 @@ def _scores(c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespac
 def _sums(
     c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespace, *, values: bool
 ) -> Any:
-    """Return ``add_up(a, shared)``, the loop of the warpgroup that accumulates dV^T or dK^T.
+    """Return ``add_up(a, shared)``, the loop of a warpgroup that accumulates dV^T or dK^T.
 
-    With `values`, the products are dV^T = dO^T P, and otherwise dK^T = Q^T dS. Each product
-    computes 64 columns of dV or dK.
+    With `values`, the product is dV^T = dO^T P, and otherwise dK^T = Q^T dS. Each product has 64
+    columns of dV or dK.
     """
     block_q, block_k, bf16 = c.block_q, c.block_k, bool(c.bf16)
     tile_at, scores_at = (at.region(x) for x in (("dout", "p") if values else ("q", "ds")))

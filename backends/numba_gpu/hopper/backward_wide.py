@@ -1,13 +1,13 @@
 """The KV-outer backward for head dims of 192 and 256 on Hopper, in Python.
 
 The kernel is structured like kernels/hopper/backward_wide.cu. The accumulators of dK and dV for 64
-keys fill the registers of both consumer warpgroups. Each of the two warpgroups therefore has half
-of the columns of dK and dV. Each warpgroup computes the scores of all 64 keys for one half of the
-queries. The warpgroups exchange P^T and dS^T through shared memory. Each warpgroup then uses all of
-P^T and dS^T in the products for its own columns of dV, dK and dQ. With 256 columns, dQ does not fit
-in shared memory beside the other tiles, so the warpgroups add dQ to the accumulator from registers.
-Without FUSED, the kernel in the module `dq` computes dQ. For the fused backward with many work
-tiles, `backward_roles` is faster. The thread blocks of a CLUSTER share the visits of a work tile.
+keys fill both consumer warpgroups' registers. So each warpgroup has half of the columns of dK and
+dV. Each warpgroup computes the scores of all 64 keys and half of the queries. The warpgroups
+exchange P^T and dS^T through shared memory. Each warpgroup uses all of P^T and dS^T to compute its
+own columns of dV, dK and dQ. With 256 columns, shared memory has no space for dQ, so the warpgroups
+add dQ to the accumulator from registers. Without FUSED, the kernel in the module `dq` computes dQ.
+With many work tiles, the fused backward in the module `backward_roles` is faster. The thread blocks
+of a CLUSTER share the visits of a work tile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SCORES_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
 
 
 def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function with the parameters of `hopper_backward_kernel`."""
+    """Return the kernel's Python function, with the parameters of `hopper_backward_kernel`."""
     c = constants(kernel)
     at = ColumnsDivided(c.block_q, c.block_k, c.d, bool(c.fused))
     w = walk_functions(c, every=128)  # one thread per warpgroup
@@ -124,7 +124,7 @@ def _consumer(
 
     @device
     def store(a, shared, slot, kv_heads, row0, group, dk, dv):
-        """Store dV, and dK times the scale, from registers to HBM."""
+        """Store dV and dK (times the scale) from registers to HBM."""
         walk, stop = get(slot + word.WALK), get(slot + word.STOP)
         batch = quotient(walk, kv_heads)
         head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
@@ -138,10 +138,10 @@ def _consumer(
 
     @device
     def add_up(a, shared, slot, kv_heads, row0, group, dk, dv):
-        """Store dV, and dK times the scale, both summed over the blocks of a cluster.
+        """Store dV and dK (times the scale), summed over the blocks of a cluster.
 
-        Each block writes its sums to shared memory, over the tiles that it no longer needs. After
-        that, each block adds up some columns of all blocks' sums, in the order of the blocks.
+        Each block writes its sums to shared memory, over tiles that it no longer needs. Each block
+        adds up all blocks' sums of some columns, in the order of the blocks.
         """
         mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
         tiles_read(int32(_TILES_READ))  # no product reads a tile any more

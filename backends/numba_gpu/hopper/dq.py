@@ -1,11 +1,11 @@
-"""The Q-outer kernel for dQ in the deterministic Hopper backward, in Python, without atomics.
+"""The deterministic Hopper backward's Q-outer kernel for dQ, in Python, without atomics.
 
-The kernel is structured like kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64
-query rows in registers. Per visit (one query tile times one key tile), the warpgroup recomputes S =
-Q K^T and dP = dO V^T. The warpgroup then computes dS = P (dP - delta). In registers, dS already has
-the layout of a left operand in dQ += dS K. If row tiles have 128 rows, each warpgroup has 64 of
-them. If row tiles have 64 rows, the warpgroups split the keys of each visit, and the two partial dQ
-are added at the end. One producer thread keeps a ring buffer of K and V tiles full.
+The kernel is structured like kernels/hopper/dq.cu. Each of the two consumer warpgroups keeps dQ of
+64 query rows in registers. In each visit (one query tile times one key tile), a warpgroup
+recomputes S = Q K^T and dP = dO V^T. A warpgroup computes dS = P (dP - delta). In registers, dS
+already has the layout of a left operand for dQ += dS K. If row tiles have 64 rows, the warpgroups
+divide the keys of each visit, and their two sums are added at the end. One producer thread keeps a
+ring buffer of K and V tiles full.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def hopper_dq_kernel(kernel: Kernel) -> Any:
-    """Return the Python function of the kernel that has these compile-time constants.
+    """Return the kernel's Python function, specialised for the constants of `kernel`.
 
-    The kernel takes tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
-    counter whose value is 0 at the start. The counter's address is 0 if no block gets more than one
-    work tile.
+    The parameters are tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
+    counter that is 0 at the start. The counter's address is 0 if no block gets more than one work
+    tile.
     """
     c = constants(kernel)
     at = DqAlone(c.block_q, c.block_k, c.d)
@@ -162,7 +162,7 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
 
 def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup, which computes dQ."""
+    """Return ``consume(a, shared, group)``, the loop with which a warpgroup computes dQ."""
     block_k, d = c.block_k, c.d
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     split = at.pieces == 1  # the warpgroups divide the keys
@@ -194,7 +194,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
     @device
     def store(a, slot, query, dq, row_bytes, stop):
-        """Store dQ times the scale from registers to HBM."""
+        """Store dQ (times the scale) from registers to HBM."""
         walk = get(slot + word.WALK)
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)

@@ -1,11 +1,10 @@
 """FlashAttention-3 forward (arXiv:2407.08608, Algorithms 1 and 2) for Hopper, in Python.
 
 The kernel is structured like kernels/hopper/forward.cu. One producer thread keeps ring buffers of K
-and V tiles full with TMA. Each consumer warpgroup computes 64 query rows, with S, P and O in
-registers. The schedule's tables list the key tiles that each row tile visits, and say which of
-these key tiles need a mask. Blocks are persistent: a block's producer repeatedly takes the next
-work tile (a row tile of a head) from the launch's list. The producer passes the work tile to the
-consumers through slots in shared memory.
+and V tiles full with TMA. Each consumer warpgroup computes 64 query rows, and keeps S, P and O in
+registers. The schedule's tables list each row tile's key tiles, and say which of them need a mask.
+Blocks are persistent: a block's producer takes one work tile (a row tile of a head) after another.
+The producer passes the work tile to the consumers through slots in shared memory.
 """
 
 from __future__ import annotations
@@ -38,11 +37,10 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def hopper_forward_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, specialised for the constants of `kernel`.
+    """Return the kernel's Python function, specialised for the constants of `kernel`.
 
-    The kernel takes tensor maps of q, k and v, a `launch.ARGS`, and the address of a work counter
-    whose value is 0 at the start. The counter's address is 0 if no block gets more than one work
-    tile.
+    The parameters are tensor maps of q, k and v, a `launch.ARGS`, and the address of a work counter
+    that is 0 at the start. The counter's address is 0 if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = OnChip(c.block_q, c.block_k, c.d, c.dv, c.stages)
@@ -173,10 +171,10 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
 
 def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
-    """Return a function that starts the copy of a tile of K or V to its stage of the ring buffer.
+    """Return a function that starts to copy a tile of K or V to a stage of the ring buffer.
 
-    `position` selects the stage (see `Ring`), and the tile begins at key `key`. The mbarrier
-    `barrier` waits for the tile's bytes.
+    `position` selects the stage (see `Ring`), and `key` is the tile's first key. The mbarrier
+    `barrier` counts the bytes that arrive.
     """
     expect = hopper.expect(nbytes)
     get, map_address = hopper.get, hopper.map_address
@@ -192,7 +190,7 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) ->
 
 
 def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a warpgroup with 64 rows per work tile."""
+    """Return ``consume(a, shared, group)``, a warpgroup's loop with 64 rows per work tile."""
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     turns = bool(c.turns)  # as TURNS of kernels/hopper/forward.cu
@@ -232,7 +230,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def shaped(s, a, slot, steps, n, query):
-        """Return the masked scores of visit n, times the scale unless exponentials include it."""
+        """Return visit n's masked scores; they are scaled unless the exponentials do that."""
         tile, masked = visit_of(a, steps, n)
         if scaled:
             s = scale_scores(s, a.scale, a.softcap)

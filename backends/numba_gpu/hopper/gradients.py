@@ -1,8 +1,8 @@
-"""Numba intrinsics for whole-tile operations of the KV-outer backward on Hopper.
+"""Numba intrinsics for tile operations of the KV-outer backward on Hopper.
 
-The kernel computes transposed scores: the rows of a fragment are keys, and the columns are queries.
-Each column of a fragment therefore has a log-sum-exp and a delta. The module `row_gradients` has
-the same operations for the Q-outer dQ kernel.
+Scores are transposed: a fragment's rows are keys, and the columns are queries. So each column of a
+fragment has a log-sum-exp and a delta. The module `row_gradients` has the same operations for the
+Q-outer dQ kernel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, which a warp calls.
+    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, called by a warp.
 
-    Lane l loads rows l, l + 32, and so on. A row's scores are initialized to its log-sum-exp times
-    `unit` (see `unit_of_starts`), and its dP to -delta. If a row does not exist or sees no key, its
-    scores are initialized to -inf, so that its P is exactly 0.
+    Lane l loads rows l, l + 32, and so on. The initial scores of a row are the log-sum-exp times
+    `unit` (see `unit_of_starts`), and the initial dP is -delta. If a row does not exist or sees no
+    key, the initial scores are -inf, so that P is exactly 0.
     """
     kind = floats(-(-block_q // 32))
 
@@ -87,7 +87,7 @@ def start_columns(n: int) -> Any:
 
 
 def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Return the address of the two float32 values for this thread's first two columns."""
+    """Return the address of the two float32 numbers for this thread's first two columns."""
     return b.add(address, b.shl(b.and_(lane_of(b), i32(3)), i32(3)))
 
 
@@ -97,10 +97,10 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 def mask_columns(n: int, left: bool, right: bool) -> Any:
     """Return ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``.
 
-    The function sets masked scores to -inf. The rows of S^T are keys, and its columns are queries.
-    Query q sees key k if ``k - offset - right <= q <= k - offset + left``. No query sees key
-    `key_stop` or a later key. A limit (`left` or `right`) that is switched off adds no
-    instructions. `key` and `query` are the first key and query of the warp.
+    The rows of S^T are keys, and the columns are queries; masked scores become -inf. Query q sees
+    key k if ``k - offset - right <= q <= k - offset + left``. No query sees key `key_stop` or any
+    later key. A limit (`left` or `right`) that is off adds no instructions. `key` and `query` are
+    the first key and query of the warp.
     """
     kind = floats(n // 2)
 
@@ -129,19 +129,18 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 
 
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
-    """Return a function that computes P = exp2(c S) and queues the matrix product dV += P dO.
+    """Return a function that computes P = exp2(c S) and queues the product dV += P dO.
 
-    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The tile has `n`
-    queries, and dO has `d` columns. The queries are divided into `slices` slices. A slice's product
-    is queued as soon as its part of P is ready. The exponentials thus overlap with the products of
-    earlier slices, and with the matrix product dP. The function waits for the end of the product
-    dP.
+    The function's signature is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The
+    tile has `n` queries, and dO has `d` columns. The `n` queries are divided into `slices` slices.
+    Each slice's product is queued as soon as the slice's part of P is ready. So the exponentials
+    overlap with products of earlier slices, and with the product dP. The function returns after the
+    product dP is complete.
 
-    If n = 128, the function waits for dP after half of the slices, and computes part of dS = P dP
-    during the second half. If there is a softcap, p is P times the softcap's derivative, 1 -
-    tanh^2. If `start` is true, the scores' initial values include the log-sum-exp, and `lse` is not
-    used. If `start` is false, `lse` is the shared-memory address of each column's negative
-    log-sum-exp in base 2.
+    If n = 128, the function waits for dP after half of the slices; the second half computes a part
+    of dS = P dP. If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2. If
+    `start` is true, the initial scores include the log-sum-exp, and `lse` is not used. If `start`
+    is false, `lse` is the shared-memory address of each column's negative log-sum-exp in base 2.
     """
     size = n // slices  # queries per slice
     halfway = waits_halfway(n)
@@ -202,7 +201,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
 
 def waits_halfway(n: int) -> bool:
-    """Return whether a tile's exponentials take longer than the matrix product dP."""
+    """Return whether a tile's exponentials take longer than the product dP."""
     return n == 128
 
 
@@ -226,7 +225,7 @@ def _sixteens(row: int) -> int:
 
 
 def ds_place(wide: int) -> Any:
-    """Return ``ds_place(ds, group) -> address``, the swizzled address of a thread's row of dS^T."""
+    """Return ``ds_place(ds, group) -> address``, this thread's swizzled row of dS^T."""
 
     @emitted(int32, int32, int32)
     def ds_place_(b: ir.IRBuilder, ds: ir.Value, group: ir.Value) -> ir.Value:
@@ -256,10 +255,10 @@ def store_ds(block_k: int, n: int, wide: int) -> Any:
 
 
 def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
-    """Return ``queue_dq(k, ds) -> dq``, which queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
+    """Return ``queue_dq(k, ds) -> dq``, which queues dQ^T = K^T dS^T (64 columns, `rows` queries).
 
-    The caller must wait for the product dQ^T. `k` is one chunk of K, and `ds` is the address in
-    dS^T at which the queries begin. `wide` is the number of queries per chunk of dS^T.
+    The caller must wait for dQ^T. `k` is a chunk of K, and `ds` is the address in dS^T of the first
+    query. `wide` is the number of queries per chunk of dS^T.
     """
     steps = range(block_k // 16)
 
@@ -280,10 +279,10 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 
 
 def dq_place(rows: int) -> Any:
-    """Return ``dq_place(dq) -> address``, the address where a thread stages its part of dQ for TMA.
+    """Return ``dq_place(dq) -> address``, where this thread stages dQ for TMA.
 
-    A row of dQ's staging area belongs to one query and has 32 columns per box. The 16-byte pieces
-    of a row are swizzled with the row number.
+    A row of dQ's staging area is one query, with 32 columns per box. The 16-byte pieces of a row
+    are swizzled with the row number.
     """
 
     @emitted(int32, int32)
@@ -302,7 +301,7 @@ def dq_place(rows: int) -> Any:
 def stage_dq(rows: int) -> Any:
     """Return ``stage_dq(place, dq)``, which writes a warpgroup's piece of dQ to shared memory.
 
-    The 32 elements that a warp stores at once fall into 32 different banks.
+    The 32 elements that a warp stores at the same time fall into 32 different banks.
     """
 
     @emitted(None, int32, floats(rows // 2))
@@ -320,8 +319,8 @@ def stage_dq(rows: int) -> Any:
 def reduce_dq(rows: int, wide: int, *, packed: bool) -> Any:
     """Return the function that adds `wide` columns of a staged piece of dQ to the accumulator.
 
-    The function is ``reduce_dq(map, source, column, row, head, batch)``. All reductions that the
-    thread starts form one group. The parameter `packed` is that of `wgmma_tiles.copy_tile`.
+    The signature is ``reduce_dq(map, source, column, row, head, batch)``. All reductions that a
+    thread starts form one group. `packed` is as in `wgmma_tiles.copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -349,7 +348,7 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait until a piece of dQ has got `mine` additions, so that this block may add to it."""
+    """Wait until `mine` blocks have added to a piece of dQ, so that this block may add to it."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
@@ -370,7 +369,7 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 
 
 def lay_down(n: int, apart: int) -> Any:
-    """Return ``lay_down(place, sums)``, which stores a sum every `apart` bytes in shared memory."""
+    """Return ``lay_down(place, sums)``, which stores a thread's sums at steps of `apart` bytes."""
 
     @emitted(None, int32, floats(n // 2))
     def lay_down_(b: ir.IRBuilder, to: ir.Value, sums: Values) -> None:
@@ -381,7 +380,7 @@ def lay_down(n: int, apart: int) -> Any:
 
 
 def add_from(n: int, apart: int) -> Any:
-    """Return ``add_from(sums, place, block) -> sums``, which adds sums stored by another block."""
+    """Return ``add_from(sums, place, block) -> sums``, which adds another block's stored sums."""
     kind = floats(n // 2)
 
     @emitted(kind, kind, int32, int32)
@@ -397,8 +396,9 @@ def add_from(n: int, apart: int) -> Any:
 def unit_of_starts(start: bool) -> Any:
     """Return ``unit(scale)``, the factor for the log-sum-exp in `load_statistics`.
 
-    With `start`, the factor is -1 / scale, because the product initializes the unscaled scores.
-    Without `start`, the factor is -log2 e, because the product is added to the exponent of exp2.
+    With `start`, the factor is -1 / scale, because the log-sum-exp is part of the unscaled initial
+    scores. Without `start`, the factor is -log2 e, because the result is added to the exponent of
+    exp2.
     """
 
     @emitted(float32, float32)

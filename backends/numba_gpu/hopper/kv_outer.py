@@ -1,4 +1,4 @@
-"""Define the KV-outer backward's warps that load tiles and send dQ (as in kv_outer.cuh)."""
+"""The warps of the KV-outer backward that load tiles and send dQ (see kv_outer.cuh)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ int32, int64 = types.int32, types.int64
 def share_of(c: SimpleNamespace) -> Any:
     """Return ``share(group, count) -> member, n, left``, which selects a block's visits.
 
-    A visit is one query tile times one key tile. A work tile has `count` visits for each query head
-    of its GQA group, one head after another. The blocks of a cluster divide the visits of a work
-    tile. Each block takes `left` consecutive visits, which begin at visit n of head number `member`
-    in the group.
+    A visit is one query tile times one key tile. A work tile has `count` visits per query head of
+    the GQA group, one head after another. The blocks of a cluster divide the visits of a work tile.
+    A block takes `left` consecutive visits, beginning with visit n of head number `member` in the
+    group.
     """
     blocks = c.cluster
 
@@ -52,12 +52,12 @@ def roles(
     sends: bool,
     start: bool,
 ) -> Any:
-    """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, a block's code.
+    """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, which each block runs.
 
     One warpgroup produces. Every consumer warpgroup runs ``consume(a, shared, group)``, where
-    `group` is its number. `piece_barriers` are two named barriers, which signal that the staging
-    area for dQ is free, and that it is full. With `sends`, two warps send dQ from shared memory to
-    HBM. For `start`, see the function `statistics`.
+    `group` is its number. `piece_barriers` are two named barriers, for "dQ's staging area is free"
+    and "it is full". With `sends`, two warps send dQ from shared memory to HBM. `start` is as in
+    the function `statistics`.
     """
     produce = producer(c, at, w, i)
     produce_statistics = statistics(c, at, w, i, start=start)
@@ -137,7 +137,7 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
 
     @device
     def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
-        """Load Q and dO for visit n of a query head, after `done` earlier visits of the block."""
+        """Load Q and dO for visit n of a query head, after `done` earlier visits of this block."""
         tile, _ = visit_of(a, visits_of(slot), n)
         query = int32(get(slot + word.BASE) + tile * block_q)
         number = int64(batch * a.heads + head) * a.n_visits + get(slot + word.FIRST) + n
@@ -160,13 +160,13 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """Load a work tile's V, and then its K, because the buffer of V becomes free first.
+        """Load a work tile's V before its K, because V's buffer becomes free first.
 
-        A block of a cluster has only one work tile, so its producer need not wait for a previous
-        work tile to free the buffers. In a cluster, the producer must not wait for free buffers. A
-        cluster's blocks load each other's tiles, so a block without visits may be done with K and V
-        before its producer reaches the wait. A producer that waits late mistakes the barrier's
-        current phase for the previous phase, and waits forever.
+        In a cluster, a block has only one work tile, so the producer need not wait for free
+        buffers. In a cluster, the producer must not wait for free buffers. Blocks of a cluster load
+        each other's tiles, so a block without visits may be done with K and V before its producer
+        starts to wait. A late wait would take the barrier's current phase for the previous one, and
+        never end.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -232,10 +232,10 @@ def statistics(
 ) -> Any:
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
-    For each visit, the warp loads the initial values of the scores and of dP. The warp arrives at
-    the same barriers as the copies of Q and dO. If `start` is true, the scores' initial values
-    include the log-sum-exp. If `start` is false, the scores' initial values are 0, and the warp
-    loads the negative log-sum-exp in base 2.
+    For each visit, the warp loads initial values for the scores and dP. The warp arrives at the
+    barriers of the copies of Q and dO. If `start` is true, the initial scores include the
+    log-sum-exp. If `start` is false, the initial scores are 0, and the warp loads the negative
+    log-sum-exp in base 2.
     """
     block_q, fused, share = c.block_q, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before
@@ -308,9 +308,9 @@ def sender(
 ) -> Any:
     """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ to HBM.
 
-    As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
-    accumulator in HBM. `barriers` holds two named barriers of the first warpgroup, which signal
-    that its staging area is free, and that it is full.
+    The warp adds each piece of dQ that a warpgroup has written to shared memory to the accumulator
+    in HBM. `barriers` are two named barriers of the first warpgroup, for "the staging area is free"
+    and "it is full".
     """
     block_q, ordered, dq_rows = c.block_q, bool(c.ordered), at.dq_rows
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted

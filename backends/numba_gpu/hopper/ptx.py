@@ -2,15 +2,16 @@
 
 The module `backends.numba_gpu.ptx` has the instructions of sm_80.
 
-Each function's docstring names the section of NVIDIA's *PTX ISA* that describes its instruction.
-Addresses in shared memory are 32-bit. A *warpgroup* is four consecutive warps, of which the first
-has a number that is a multiple of four.
+Docstrings name the section of NVIDIA's *PTX ISA* that describes the instruction. Addresses in
+shared memory are 32-bit. A *warpgroup* is four consecutive warps, of which the first has a number
+that is a multiple of four.
 
-A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns. Row r of a chunk is the
-128 bytes at offset 128 r, and TMA permutes the row's eight 16-byte pieces by r % 8 (the 128-byte
-swizzle). Chunks start at multiples of 1024 bytes. A tile whose width is not a multiple of 64 may
-lie in *narrow* chunks of 16 columns instead. Row r of a narrow chunk is the 32 bytes at offset 32
-r. The row's two 16-byte pieces are swapped where r / 4 is odd (the 32-byte swizzle).
+In shared memory, a tile of 16-bit elements consists of *chunks* of 64 columns. Row r of a chunk is
+the 128 bytes at offset 128 r, in which TMA permutes eight 16-byte pieces by r % 8 (the 128-byte
+swizzle). Chunks start at multiples of 1024 bytes. If the width is no multiple of 64, a tile may
+instead have *narrow* chunks of 16 columns. Row r of a narrow chunk is the 32 bytes at offset 32 r.
+In a narrow chunk, the two 16-byte pieces of row r are swapped where r / 4 is odd (the 32-byte
+swizzle).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 
 
 def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
-    """Initialize an 8-byte barrier with `arrivals` arrivals per phase ("mbarrier.init")."""
+    """Initialize an 8-byte barrier that expects `arrivals` arrivals per phase ("mbarrier.init")."""
     asm(b, f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r", [barrier], effects=True)
 
 
@@ -43,13 +44,13 @@ def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> N
 
 
 def barrier_expect(b: ir.IRBuilder, barrier: ir.Value, count: int) -> None:
-    """Arrive at a barrier, whose phase then also waits for `count` bytes ("mbarrier.arrive")."""
+    """Arrive at a barrier whose phase must also receive `count` bytes ("mbarrier.arrive")."""
     text = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count};"
     asm(b, text, "r", [barrier], effects=True)
 
 
 def barrier_wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
-    """Wait until a barrier's phase with this parity is over ("mbarrier.try_wait").
+    """Wait until the phase of a barrier with this parity is over ("mbarrier.try_wait").
 
     Successive phases have parity 0, 1, 0, and so on. On a new barrier, a wait for parity 1 returns
     immediately.
@@ -78,21 +79,21 @@ def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
 
 
 def cluster_sync(b: ir.IRBuilder) -> None:
-    """Wait for all threads of the cluster that have not ended ("barrier.cluster").
+    """Wait for all running threads of the cluster ("barrier.cluster").
 
-    After the wait, earlier writes to shared memory by the cluster's threads are visible.
+    After this wait, the cluster's earlier writes to shared memory are visible.
     """
     text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
     asm(b, text, "", [], effects=True, together=True)
 
 
 def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
-    """Map a shared-memory address to the same address in block `block` of the cluster ("mapa")."""
+    """Return the address in block `block` that matches a shared-memory address ("mapa")."""
     return asm(b, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [address, block], I32)
 
 
 def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
-    """Load a float32 of another block, `further` bytes after a result of `address_in` ("ld")."""
+    """Load a float32 at `further` bytes from an address that `address_in` returned ("ld")."""
     text = f"ld.shared::cluster.f32 $0, [$1+{further}];"
     return asm(b, text, "=f,r", [address], F32, effects=True)
 
@@ -114,12 +115,11 @@ def copy_box(
     coordinates: Values,
     blocks: int = 1,
 ) -> None:
-    """Start the copy of a tensor's box to shared memory ("cp.async.bulk.tensor").
+    """Start to copy a box of a tensor to shared memory ("cp.async.bulk.tensor").
 
-    The box begins at `coordinates` (column, row, head, batch). Elements of the box that are outside
-    the tensor arrive as zeros. The barrier `barrier` counts the bytes that arrive. In a cluster of
-    `blocks`, the box is copied to the same address in every block, and every block's barrier counts
-    its bytes.
+    The box begins at `coordinates` (column, row, head, batch). Elements outside the tensor arrive
+    as zeros. The barrier `barrier` counts the bytes that arrive. In a cluster of `blocks`, every
+    block receives the box at the same address, and every block's barrier counts the bytes.
     """
     rank = len(coordinates)
     where = ", ".join(f"${3 + axis}" for axis in range(rank))
@@ -136,9 +136,9 @@ def copy_box(
 def reduce_box(
     b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, coordinates: Values
 ) -> None:
-    """Start the addition of a box of float32 to a tensor in HBM ("cp.reduce.async.bulk.tensor").
+    """Start to add a box of float32 numbers to a tensor in HBM ("cp.reduce.async.bulk.tensor").
 
-    The L2 cache computes the additions. The part of the box outside the tensor is dropped.
+    The L2 cache computes the additions. Elements outside the tensor are dropped.
     """
     rank = len(coordinates)
     where = ", ".join(f"${2 + axis}" for axis in range(rank))
@@ -150,22 +150,22 @@ def reduce_box(
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
-    """Group this thread's reductions since its last group ("cp.async.bulk.commit_group")."""
+    """End a group of this thread's reductions ("cp.async.bulk.commit_group")."""
     asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
 
 
 def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
     """Wait until this thread's groups of reductions are done ("cp.async.bulk.wait_group").
 
-    With `read` the thread waits only until the sources of its reductions may be overwritten.
+    With `read`, the thread waits only until the reductions have read their sources.
     """
     asm(b, f"cp.async.bulk.wait_group{'.read' if read else ''} 0;", "", [], effects=True)
 
 
 def fence_async(b: ir.IRBuilder, space: str) -> None:
-    """Order this thread's accesses to `space` relative to those of TMA ("fence.proxy.async").
+    """Order this thread's accesses to `space` relative to those by TMA ("fence.proxy.async").
 
-    In shared memory, the fence also orders these accesses relative to those of matrix products.
+    In shared memory, this fence also covers accesses by matrix products.
     """
     asm(b, f"fence.proxy.async.{space};", "", [], effects=True)
 
@@ -176,7 +176,7 @@ def fence_async(b: ir.IRBuilder, space: str) -> None:
 def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     """Wait until a 32-bit integer in HBM has this value ("ld.acquire").
 
-    After the wait, writes that another block released together with this value are visible.
+    After the wait, writes that were released together with this value are visible.
     """
     text = (
         "{.reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.u32 now, [$0]; "
@@ -186,12 +186,12 @@ def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
 
 
 def count_on(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Add 1 to a 32-bit integer in HBM, after all earlier accesses are visible ("red.release")."""
+    """Add 1 to a 32-bit integer in HBM, with release semantics ("red.release")."""
     asm(b, "red.release.gpu.global.add.u32 [$0], 1;", "l", [address], effects=True)
 
 
 def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Increment an integer in HBM, or reset it to 0 after `last`; return the old value ("atom")."""
+    """Increment an integer in HBM, or reset `last` to 0; return the old value ("atom")."""
     return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
 
 
@@ -205,13 +205,13 @@ def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
 
 
 def store_transposed(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
-    """Transpose four 8 x 8 matrices, and store them in shared memory as `store_matrices` does."""
+    """Transpose four 8 x 8 matrices, and store them in the layout of `store_matrices`."""
     text = "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
 
 
 def transposed(b: ir.IRBuilder, word: ir.Value) -> ir.Value:
-    """Transpose an 8 x 8 matrix, of which each lane holds two neighbours in a row ("movmatrix")."""
+    """Transpose an 8 x 8 matrix whose lanes each hold two neighbours of a row ("movmatrix")."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return asm(b, text, "=r,r", [word], I32, effects=True, together=True)
 
@@ -229,9 +229,9 @@ def store_float(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
 def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
     """Copy two floats to four separate registers: x, y, x, y ("mov").
 
-    A register can be the accumulator of one product only, so values that initialise two
-    accumulators must be copied. Without this function LLVM would place the copies between two
-    successive products.
+    A register can be the accumulator of only one product, so a value that initialises two
+    accumulators must be copied. The `mov` instruction keeps LLVM from placing these copies between
+    two products.
     """
     text = "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $4; mov.f32 $3, $5;"
     copies = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)
@@ -242,7 +242,7 @@ def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
 
 
 def registers(b: ir.IRBuilder, count: int, *, more: bool) -> None:
-    """Set the number of registers of each thread of the warpgroup from here on ("setmaxnreg")."""
+    """Set the registers per thread of this warpgroup ("setmaxnreg")."""
     way = "inc" if more else "dec"
     text = f"setmaxnreg.{way}.sync.aligned.u32 {count};"
     asm(b, text, "", [], effects=True, together=True)
@@ -252,13 +252,12 @@ def registers(b: ir.IRBuilder, count: int, *, more: bool) -> None:
 
 
 def descriptor(b: ir.IRBuilder, address: ir.Value, leading: int) -> ir.Value:
-    """Return the lower 32 bits of a tile's matrix descriptor ("Matrix descriptor format").
+    """Return the lower half of a tile's 64-bit matrix descriptor ("Matrix descriptor format").
 
-    Bits 0 to 13 hold the start address, and the bits from 16 on hold `leading`, both in units of 16
-    bytes (the parameter `leading` is in bytes). The upper 32 bits are the same for every tile:
-    eight rows take 1024 bytes, and the swizzle is 128 bytes wide. The hardware ignores `leading` if
-    the product's k dimension runs along a row. If k runs down the rows, `leading` is the distance
-    from one chunk to the next.
+    Bits 0 to 13 hold the start address, and the bits from 16 on hold `leading`, both divided by 16
+    bytes. The upper half is the same for every tile: eight rows take 1024 bytes, and the swizzle is
+    128 bytes wide. The hardware ignores `leading` if the product's k dimension runs along a row. If
+    k runs down the rows, `leading` is the distance from one chunk to the next.
     """
     start = b.lshr(b.and_(address, ir.Constant(I32, 0x3FFFF)), ir.Constant(I32, 4))
     return b.or_(start, ir.Constant(I32, leading >> 4 << 16))
@@ -269,7 +268,7 @@ _DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
-    """Return the offset of column 16 * `step` in a tile of `rows` rows, in units of 16 bytes."""
+    """Return the offset of column 16 * `step` of a tile with `rows` rows, in units of 16 bytes."""
     return (step // 4 * rows * 128 + step % 4 * 32) // 16
 
 
@@ -294,22 +293,22 @@ def wgmma(
 ) -> Values:
     """Queue a warpgroup's matrix product C + A B as one group ("wgmma.mma_async").
 
-    The product is computed in steps of 16 along k. The matrix C is 64 x n in float32 (`c` is None
-    if C is 0). Warp w of the warpgroup holds rows 16 w to 16 w + 15. Of every 8 columns, lane l of
-    the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) + 1, as in `ptx.mma`.
-    The returned registers hold the sums only after `wgmma_wait`.
+    The product is computed in steps of 16 along k. C has 64 x n float32 elements (`c` is None for C
+    = 0). Warp w of the warpgroup has rows 16 w to 16 w + 15. Of every 8 columns, lane l of the warp
+    holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) + 1, as in `ptx.mma`. The
+    returned registers contain the sums only after `wgmma_wait`.
 
-    The operand `left` is A (64 x 16 per step). A may be a `descriptor` of a tile, or a list of
-    registers in the layout of `ptx.mma`, four per step. The operand `right` is the descriptor of B
-    (16 x n per step). `left_at` (unused for registers) and `right_at` hold each step's offset from
-    the operand's descriptor, in units of 16 bytes. With `left_down` or `right_down`, the operand's
-    k dimension runs down the rows of its tile instead of along a row. With `right_narrow`, B's tile
-    is stored in chunks of 16 columns (`NARROW`).
+    The operand `left` is A (64 x 16 per step). A may be the `descriptor` of a tile, or a list of
+    registers as in `ptx.mma`, four per step. The operand `right` is the descriptor of B (16 x n per
+    step). `left_at` (unused for registers) and `right_at` are each step's offsets from a
+    descriptor, in units of 16 bytes. With `left_down` or `right_down`, the operand's k dimension
+    runs down its tile's rows instead of along a row. With `right_narrow`, B's tile is stored in
+    chunks of 16 columns (`NARROW`).
 
-    All steps are emitted as a single piece of PTX, with the fence before them and the commit after
-    them. Nothing, not even a register move, may come between the fence and a product. Each step
-    adds its offset to a 64-bit matrix descriptor, because ptxas would otherwise move both 32-bit
-    halves of the descriptor at every step.
+    All steps form a single piece of PTX, with a fence before them and a commit after them. Nothing,
+    not even a register move, may come between the fence and a product. Each step adds an offset to
+    a 64-bit descriptor, because ptxas would otherwise copy both halves of the descriptor in every
+    step.
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))
@@ -357,7 +356,7 @@ def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
     """Wait for all groups of products except the last `pending` ("wgmma.wait_group").
 
     After the wait, the accumulators `c` are complete. The instruction takes and returns the
-    registers of `c`, so that no code can read them before the wait.
+    registers of `c`, so that no code can read `c` before the wait.
     """
     count = len(c)
     complete = asm(

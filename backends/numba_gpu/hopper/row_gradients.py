@@ -21,12 +21,12 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def own_statistics(
     b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, row: ir.Value, stop: ir.Value
 ) -> list[Any]:
-    """Load the log-sum-exp and delta of a thread's rows, and also return the number of bytes.
+    """Return ``own_statistics``, which loads the log-sum-exp and delta of a thread's rows.
 
-    The function is ``own_statistics(lse, delta, row, stop) -> lse, delta, bytes``. The log-sum-exp
-    is returned in base 2. For a row that does not exist or sees no key, the log-sum-exp is +inf, so
-    that the row's P is exactly 0. `row` is the first row of the warp. `lse` and `delta` are the
-    addresses of row 0's values. `bytes` counts each row once, although several threads load it.
+    The signature is ``own_statistics(lse, delta, row, stop) -> lse, delta, bytes``. The returned
+    log-sum-exp is in base 2. If a row does not exist or sees no key, the log-sum-exp is +inf, so
+    that P is exactly 0. `row` is the warp's first row. `lse` and `delta` are addresses of the
+    values of row 0. `bytes` counts each row once, although several threads load it.
     """
     tops, deltas, moved = [], [], i32(0)
     lane = lane_of(b)
@@ -44,7 +44,7 @@ def own_statistics(
 
 
 def row_probabilities(n: int, softcap: bool) -> Any:
-    """Return ``row_probabilities(s, lse, to_log2, cap) -> p``, which computes P = exp2(c S - lse).
+    """Return ``row_probabilities(s, lse, to_log2, cap) -> p``, where P = exp2(c S - lse).
 
     If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2.
     """
@@ -79,11 +79,11 @@ def row_gradients(bf16: bool, n: int) -> Any:
 
 
 def add_halves(d: int) -> Any:
-    """Return ``add_halves(dq, scratch, group) -> dq``, which adds up the dQ of two warpgroups.
+    """Return ``add_halves(dq, scratch, group) -> dq``, which adds the dQ of two warpgroups.
 
-    Warpgroup 0 gets the sum of both dQ. Warpgroup 1 passes its dQ through `scratch` (16 KiB of
-    shared memory), 64 columns at a time. Named barrier 1 signals to both warpgroups that `scratch`
-    is free, and that it is full.
+    Only warpgroup 0 gets the sum. Warpgroup 1 passes its dQ through `scratch` (16 KiB of shared
+    memory), 64 columns at a time. Named barrier 1 signals both that `scratch` is free and that it
+    is full.
     """
 
     @emitted(floats(d // 2), floats(d // 2), int32, int32)

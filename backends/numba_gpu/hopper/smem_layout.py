@@ -1,4 +1,4 @@
-"""Compute the Python Hopper kernels' layout of shared memory and their registers per thread."""
+"""Compute the Python Hopper kernels' shared-memory layouts and registers per thread."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def columns_taken(head_dim: int, head_dim_v: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class SmemLayout(ABC):
-    """A kernel's shared-memory layout, as byte offsets.
+    """The byte offsets of everything that a kernel keeps in shared memory.
 
-    Tiles and per-row values come first, then mbarriers, then slots that hold work tiles. A tile is
-    stored as chunks of 64 columns (see `ptx`). A visit is one query tile times one key tile.
+    The order is: tiles and per-row values, mbarriers, slots for work tiles. A tile consists of
+    chunks of 64 columns (see `ptx`). A visit is one query tile times one key tile.
     """
 
     block_q: int
@@ -37,15 +37,15 @@ class SmemLayout(ABC):
     @property
     @abstractmethod
     def regions(self) -> dict[str, int]:
-        """A dict from the name of each region to its bytes over all stages, in layout order."""
+        """The bytes of each region over all pipeline stages, by name and in layout order."""
 
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
+        """The (number of barriers, arrivals per phase) of each kind of mbarrier, by name.
 
-        A "full" barrier waits for the producer's arrival and for the bytes of its copies. A "free"
-        barrier waits for one arrival from each warp that reads the stage.
+        A "full" barrier waits for the producer's arrival, and for the bytes that it copies. A
+        "free" barrier waits for one arrival per warp that reads the stage.
         """
 
     @property
@@ -54,19 +54,19 @@ class SmemLayout(ABC):
         return -(-self.d // 64)
 
     def region(self, name: str) -> int:
-        """Return the byte offset of the first stage of a region of tiles or rows."""
+        """Return the byte offset of a region's first stage."""
         before = list(self.regions).index(name)
         return sum(list(self.regions.values())[:before])
 
     def barrier(self, kind: str) -> int:
-        """Return the shared-memory offset of the first of the mbarriers of kind `kind`."""
+        """Return the byte offset of the first mbarrier of a kind."""
         before = list(self.arrivals).index(kind)
         counts = [n for n, _ in self.arrivals.values()]
         return sum(self.regions.values()) + sum(counts[:before]) * 8
 
     @property
     def barrier_arrivals(self) -> dict[int, int]:
-        """A dict from each barrier's offset to its number of arrivals per phase."""
+        """The arrivals per phase of each barrier, by the barrier's byte offset."""
         return {
             self.barrier(kind) + 8 * x: arrivals
             for kind, (count, arrivals) in self.arrivals.items()
@@ -80,13 +80,13 @@ class SmemLayout(ABC):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of shared memory that the whole layout takes."""
+        """The bytes of shared memory in the entire layout."""
         return self.items + 2 * ITEM
 
 
 @dataclass(frozen=True)
 class OnChip(SmemLayout):
-    """The forward's shared-memory layout, with Q of a work tile and stages for K and V."""
+    """The forward's shared-memory layout: a work tile's Q, and pipeline stages of K and V."""
 
     dv: int
     stages: int
@@ -103,28 +103,28 @@ class OnChip(SmemLayout):
 
     @property
     def q_bytes(self) -> int:
-        """The size in bytes of the rows of Q that one warpgroup reads."""
+        """The bytes of Q that one warpgroup reads."""
         return 64 * 128 * self.chunks
 
     @property
     def k_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of K."""
+        """The bytes per pipeline stage of K."""
         return self.block_k * 128 * self.chunks
 
     @property
     def v_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of V."""
+        """The bytes per pipeline stage of V."""
         return self.block_k * 128 * self.chunks_v
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from the name of each region to its bytes over all stages, in layout order."""
+        """The bytes of each region over all pipeline stages, by name and in layout order."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase)."""
+        """The (number of barriers, arrivals per phase) of each kind of mbarrier, by name."""
         groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -139,12 +139,12 @@ class ByKeys(SmemLayout):
 
     @property
     def key_bytes(self) -> int:
-        """The number of bytes per tile of K, and per tile of V."""
+        """The bytes per tile of K, and per tile of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def query_bytes(self) -> int:
-        """The number of bytes per pipeline stage of Q, and per stage of dO."""
+        """The bytes per pipeline stage of Q, and per stage of dO."""
         return self.block_q * 128 * self.chunks
 
     @property
@@ -163,15 +163,15 @@ class ByKeys(SmemLayout):
 
     @property
     def dq_bytes(self) -> int:
-        """The size in bytes of the float32 piece of dQ that one warpgroup writes."""
+        """The bytes of the float32 piece of dQ that one warpgroup writes."""
         return self.dq_rows * 4 * sum(wide for _, _, wide in self.dq_columns)
 
     @property
     def row_of_threads(self) -> int:
-        """The distance in bytes between floats of one thread in the exchange area for dK and dV.
+        """The bytes between two floats of the same thread in the exchange area for dK and dV.
 
-        A block of a cluster stores its dK and dV in the exchange area, and the other blocks read
-        them. The area overlaps the block's tiles of K, V, Q and dO.
+        In the exchange area, a block of a cluster stores dK and dV, which the other blocks read.
+        The exchange area overlaps tiles of K, V, Q and dO.
         """
         return 128 * self.groups * 4
 
@@ -180,12 +180,11 @@ class ByKeys(SmemLayout):
 class KeysOutside(ByKeys):
     """The shared-memory layout of the KV-outer backward for head dims up to 128.
 
-    K and V stay in shared memory for one work tile. Q, dO and their row statistics are in ring
-    buffers of two stages, and each visit (tile pair) uses one stage. The statistics are the initial
-    values of a row's scores and of its dP. The matrix dS^T, which has one row per key, is in
-    another ring buffer of two stages. Each warpgroup has a staging area for a piece of dQ: 64
-    columns of `dq_rows` queries, in two boxes of 32 columns. With `deferred`, the next visit reads
-    dS^T, and waits for it at separate barriers.
+    K and V stay in shared memory for one work tile. Q, dO and their row statistics have two
+    pipeline stages, and each visit (tile pair) uses one stage. The statistics are a row's initial
+    scores and initial dP. The matrix dS^T, with one row per key, also has two pipeline stages. Each
+    warpgroup has a staging area for 64 columns of `dq_rows` queries of dQ, in two boxes of 32
+    columns. With `deferred`, the next visit reads dS^T, for which it waits at separate barriers.
     """
 
     fused: bool
@@ -203,7 +202,7 @@ class KeysOutside(ByKeys):
 
     @property
     def ds_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of dS^T."""
+        """The bytes per pipeline stage of dS^T."""
         return self.block_k * self.block_q * 2 if self.fused else 0
 
     @property
@@ -223,7 +222,7 @@ class KeysOutside(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from the name of each region to its bytes over all stages, in layout order."""
+        """The bytes of each region over all pipeline stages, by name and in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -233,9 +232,9 @@ class KeysOutside(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
+        """The (number of barriers, arrivals per phase) of each kind of mbarrier, by name.
 
-        The barrier "full" also waits for an arrival per lane of the statistics warp. Each warp
+        The barrier "full" also waits for one arrival per lane of the statistics warp. Each warp
         writes a part of dS^T, and each warpgroup reads dS^T for all keys.
         """
         warps = 4 * self.groups
@@ -252,10 +251,10 @@ class KeysOutside(ByKeys):
 class ColumnsDivided(ByKeys):
     """The shared-memory layout of the KV-outer backward for head dims of 192 and 256.
 
-    The two warpgroups divide the columns of dK, dV and dQ. P^T and dS^T, which have one row per
-    key, pass through shared memory, in two stages. If dQ is `staged`, each warpgroup has a staging
-    area for its columns of dQ, in boxes of 32 columns. With 256 columns, a `fused` kernel has no
-    space for staging areas.
+    The two warpgroups divide the columns of dK, dV and dQ. P^T and dS^T, with one row per key, pass
+    through shared memory, in two pipeline stages. If dQ is `staged`, each warpgroup has a staging
+    area for dQ, in boxes of 32 columns. A `fused` kernel for 256 columns has no space for staging
+    areas.
     """
 
     fused: bool
@@ -269,7 +268,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def wide(self) -> int:
-        """How many of a warpgroup's columns are in chunks that it does not share.
+        """The number of a warpgroup's columns in chunks that only this warpgroup uses.
 
         The chunks of warpgroup 1 begin 128 columns after those of warpgroup 0.
         """
@@ -277,12 +276,12 @@ class ColumnsDivided(ByKeys):
 
     @property
     def narrow(self) -> int:
-        """How many of a warpgroup's columns are in the chunk that both warpgroups share."""
+        """The number of a warpgroup's columns in the chunk that both warpgroups use."""
         return 0 if self.d == 256 else 32
 
     @property
     def scores_bytes(self) -> int:
-        """The number of bytes per pipeline stage of P^T, and per stage of dS^T."""
+        """The bytes per pipeline stage of P^T, and per stage of dS^T."""
         return self.block_q * self.block_k * 2
 
     @property
@@ -292,7 +291,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from the name of each region to its bytes over all stages, in layout order."""
+        """The bytes of each region over all pipeline stages, by name and in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -302,7 +301,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase)."""
+        """The (number of barriers, arrivals per phase) of each kind of mbarrier, by name."""
         readers = 8 + 1 + (2 if self.staged else 0)  # of a work tile
         return {
             **{"kv_full": (1, 1), "k_free": (1, 8), "v_free": (1, 8)},
@@ -316,8 +315,8 @@ class Roles(ByKeys):
     """The shared-memory layout of the fused backward whose warpgroups compute different products.
 
     One warpgroup computes P, dS and dQ, another computes dV, and a third computes dK. P^T, dS^T and
-    dO have one stage each. P^T and dS^T have one row per key. Each 64-column chunk of dO has its
-    own barriers.
+    dO have one pipeline stage each. P^T and dS^T have one row per key. Each 64-column chunk of dO
+    has its own barriers.
     """
 
     dq_wide: int
@@ -326,7 +325,7 @@ class Roles(ByKeys):
 
     @property
     def scores_bytes(self) -> int:
-        """The number of bytes of P^T in shared memory, and of dS^T."""
+        """The bytes of P^T in shared memory, and of dS^T."""
         return self.block_q * self.block_k * 2
 
     @property
@@ -336,7 +335,7 @@ class Roles(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from the name of each region to its bytes over all stages, in layout order."""
+        """The bytes of each region over all pipeline stages, by name and in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": self.query_bytes},
@@ -346,11 +345,11 @@ class Roles(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
+        """The (number of barriers, arrivals per phase) of each kind of mbarrier, by name.
 
-        The barrier "full" has the same arrivals as in `KeysOutside`. The warps that compute dK
-        release a stage of Q. Since these warps wait for dS, all other readers of Q are done by
-        then. The warps that compute dP and those that compute dV read each chunk of dO.
+        The barrier "full" waits for the same arrivals as in `KeysOutside`. The warps that compute
+        dK release each pipeline stage of Q. The warps that compute dK wait for dS, so all other
+        warps have finished reading Q. The warps for dP and those for dV read each chunk of dO.
         """
         chunks = self.chunks
         return {
@@ -363,12 +362,11 @@ class Roles(ByKeys):
 
 @dataclass(frozen=True)
 class DqAlone(SmemLayout):
-    """The shared-memory layout of the Q-outer dQ kernel, the last of three backward passes.
+    """The shared-memory layout of the Q-outer dQ kernel, the third of three backward passes.
 
-    A row tile is divided into pieces of 64 rows. The Q and dO of each piece stay in shared memory
-    for one work tile. K and V are in ring buffers of two stages, and each visit (tile pair) uses
-    one stage. If there is only one piece, two warpgroups split the keys, and one of them passes its
-    dQ to the other, 64 columns at a time, through `scratch`.
+    A row tile is divided into pieces of 64 rows. Q and dO stay in shared memory for one work tile.
+    K and V have two pipeline stages, and each visit (tile pair) uses one stage. If there is only
+    one piece, two warpgroups divide the keys, and pass dQ through `scratch`, 64 columns at a time.
     """
 
     groups = 2
@@ -380,17 +378,17 @@ class DqAlone(SmemLayout):
 
     @property
     def own_bytes(self) -> int:
-        """The number of bytes per 64 rows of Q, and per 64 rows of dO."""
+        """The bytes per 64 rows of Q, and per 64 rows of dO."""
         return 64 * 128 * self.chunks
 
     @property
     def key_bytes(self) -> int:
-        """The number of bytes per pipeline stage of K, and per stage of V."""
+        """The bytes per pipeline stage of K, and per stage of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from the name of each region to its bytes over all stages, in layout order."""
+        """The bytes of each region over all pipeline stages, by name and in layout order."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
@@ -399,7 +397,7 @@ class DqAlone(SmemLayout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase)."""
+        """The (number of barriers, arrivals per phase) of each kind of mbarrier, by name."""
         warps = 4 * self.groups
         return {
             **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},
@@ -409,7 +407,7 @@ class DqAlone(SmemLayout):
 
 
 def registers(groups: int) -> tuple[int, int]:
-    """Return two numbers of registers per thread: those of producers and those of consumers."""
+    """Return the registers per thread of producers, and those of consumers."""
     return (32, 160) if groups == 3 else (40, 232)
 
 

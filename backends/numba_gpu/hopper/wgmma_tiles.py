@@ -1,9 +1,8 @@
-"""Numba intrinsics for Hopper: ring buffers of tiles, warpgroup products, and output rows.
+"""Numba intrinsics for Hopper: ring buffers of tiles, warpgroup products and output rows.
 
-A ring buffer of tiles has two or three stages (`Ring`). The functions of a ring buffer with two
-stages are also available directly in this module. Accumulator fragments have the layout of
-`mma_tiles`, with a single block of 16 rows per warp. `ptx.wgmma` says which of the warpgroup's 64
-rows a warp has.
+A ring buffer has two or three pipeline stages (`Ring`). The functions of a two-stage ring buffer
+are also attributes of this module. Accumulator fragments have the layout of `mma_tiles`, with one
+block of 16 rows per warp. `ptx.wgmma` says which of a warpgroup's 64 rows belong to which warp.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BARRIER = 8  # bytes
 
 @emitted(int32)
 def warpgroup(b: ir.IRBuilder) -> ir.Value:
-    """Return the number of the thread's warpgroup in the block, as a warp-uniform value."""
+    """Return the number of this thread's warpgroup in the block, uniform over a warp."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(7))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -38,7 +37,7 @@ def warpgroup(b: ir.IRBuilder) -> ir.Value:
 
 @emitted(int32)
 def warp(b: ir.IRBuilder) -> ir.Value:
-    """Return the number of the thread's warp in the block, as a warp-uniform value."""
+    """Return the number of this thread's warp in the block, uniform over a warp."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(5))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -46,12 +45,12 @@ def warp(b: ir.IRBuilder) -> ir.Value:
 
 @emitted(types.boolean)
 def speaks(b: ir.IRBuilder) -> ir.Value:
-    """Return whether this thread is the one that arrives at barriers on behalf of its warp."""
+    """Return whether this thread arrives at barriers on behalf of its warp."""
     return b.icmp_unsigned("==", lane_of(b), i32(0))
 
 
 def registers(count: int, *, more: bool) -> Any:
-    """Return ``registers()``, which sets the warpgroup's registers per thread to `count`."""
+    """Return ``registers()``, which gives each thread of the warpgroup `count` registers."""
     return emitted(None)(partial(ptx_hopper.registers, count=count, more=more))
 
 
@@ -59,9 +58,9 @@ def registers(count: int, *, more: bool) -> Any:
 
 
 def barriers_begin(counts: dict[int, int]) -> Any:
-    """Return ``barriers_begin(base)``, with which one thread initializes the barriers.
+    """Return ``barriers_begin(base)``, in which one thread initializes the barriers.
 
-    `counts` maps each barrier's offset from `base` to its number of arrivals per phase.
+    `counts` maps a barrier's offset from `base` to the number of arrivals per phase.
     """
 
     @emitted(None, int32)
@@ -79,7 +78,7 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
-    """Return ``expect(barrier)``, which arrives, and makes the barrier wait for `count` bytes."""
+    """Return ``expect(barrier)``, which arrives and makes the barrier wait for `count` bytes."""
     return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
@@ -87,15 +86,14 @@ class Ring:
     """The device functions of a ring buffer with two or three stages.
 
     A tile is identified by its *position*. The first tile has position 0, and ``after(position)``
-    returns the position of the next tile. The lowest bits of a position are the stage, which
-    ``place(position)`` returns. The next higher bit of the position is the parity of the lap, where
-    a lap is one pass over all stages. With three stages positions are 0, 1, 2, 4, 5, 6, 8, and so
-    on.
+    returns the position of the next tile. The lowest bits of a position are the pipeline stage,
+    which ``place(position)`` returns. The next bit is the parity of the lap, that is, of the number
+    of passes over all stages. With three stages, positions are 0, 1, 2, 4, 5, 6, 8, and so on.
 
     Each stage has one mbarrier for "full" and one for "free". One phase of each of these barriers
-    ends per lap. ``stage(barriers, position)`` returns the barrier of a tile's stage, among the
-    barriers of one kind. ``wait_full(barriers, position)`` waits until a tile is in its stage.
-    ``wait_free(barriers, position)`` waits until every reader of the stage's previous tile is done.
+    ends per lap. ``stage(barriers, position)`` returns the barrier of a tile's stage; `barriers`
+    are all of one kind. ``wait_full(barriers, position)`` waits until a tile is in its stage.
+    ``wait_free(barriers, position)`` waits until all readers of the stage's previous tile are done.
     On the first lap, ``wait_free`` returns immediately.
     """
 
@@ -147,10 +145,10 @@ stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: ir.Value) -> None:
     """Arrive at a barrier, where `condition` holds, after `alpha` of row 1 has been computed.
 
-    `alpha` is the rescaling factor of row 1 of O. As the result of an exponential, `alpha` is never
-    negative, so a test whether `alpha` is negative changes nothing. The test only makes the
-    arrival, and the wait that follows it, depend on the maxima and the first exponentials. Without
-    this false dependency, the assembler moves the maxima and exponentials after the wait.
+    `alpha` rescales row 1 of O. `alpha` is an exponential, so a test whether `alpha` is negative
+    has no effect. The test only makes the arrival and the following wait depend on the maxima and
+    first exponentials. Without this false dependency, the assembler moves maxima and exponentials
+    after the wait.
     """
     never = b.fcmp_ordered("<", alpha, ir.Constant(alpha.type, 0.0))
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
@@ -197,7 +195,7 @@ fetch_count = emitted(int32, int64, int32)(ptx_hopper.fetch_count)
 
 @intrinsic
 def map_address(typing_context, tensor_map):
-    """Return the address of a tensor map that is a parameter of the kernel."""
+    """Return the address of a tensor map that is a kernel parameter."""
 
     def generate(context, builder, signature, args):
         return ptx_hopper.parameter_address(builder, tensor_map.parameter)
@@ -206,11 +204,11 @@ def map_address(typing_context, tensor_map):
 
 
 def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
-    """Return the function ``copy_tile(to, map, barrier, row, head, batch)``: a TMA copy of a tile.
+    """Return ``copy_tile(to, map, barrier, row, head, batch)``, which copies a tile by TMA.
 
-    The tile is copied box by box, in the order of its 64-column chunks. A tensor map for `packed`
-    sequences has an additional axis, on which the coordinate of every box is `ROUND`. In a cluster
-    of `blocks`, each block loads some of the boxes to the shared memory of every block.
+    The copy proceeds box by box, in the order of 64-column chunks. For `packed` sequences, tensor
+    maps have one more axis, on which every box has coordinate `ROUND`. In a cluster of `blocks`,
+    each block copies some boxes to every block's shared memory.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -243,11 +241,11 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
 
 
 def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
-    """Return a function that copies a tile by TMA, where each chunk has its own barriers.
+    """Return a function that copies a tile by TMA, with separate barriers per chunk.
 
-    The function is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. A chunk's copy
-    starts once its readers have released the previous tile. `parity` is the parity of the tile's
-    number. The parameter `packed` is that of `copy_tile`.
+    The signature is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. The copy of a
+    chunk starts when the readers of the previous tile have released it. `parity` is the parity of
+    the tile's number. `packed` is as in `copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -283,12 +281,12 @@ uncounted = emitted(int32, int32)(ptx.again)
 def queue_scores(
     bf16: bool, n: int, depth: int, *, rows: int = 64, of: int = 0, more: bool = False
 ) -> Any:
-    """Return ``queue_scores(q, k) -> s``, which queues S = Q K^T of 64 queries by `n` keys.
+    """Return ``queue_scores(q, k) -> s``, which queues S = Q K^T for 64 queries and `n` keys.
 
-    The caller must wait for the result S. The tiles of Q and K have `depth` columns. `rows` is the
-    number of rows of the whole Q tile, of which 64 are used. The whole K tile has `of` rows, of
-    which n are used. If `of` is 0, the K tile has n rows. With `more`, the function is
-    ``queue_scores(s, q, k) -> s + Q K^T``.
+    The caller must wait for S. The tiles of Q and K have `depth` columns. `rows` is the number of
+    rows of the Q tile in shared memory, of which 64 are used. The K tile has `of` rows (n rows if
+    `of` is 0), of which n are used. With `more`, the function is ``queue_scores(s, q, k) -> s + Q
+    K^T``.
     """
     steps = range(depth // 16)
     left_at = [ptx_hopper.along_row(x, rows) for x in steps]
@@ -311,10 +309,10 @@ def queue_scores(
 
 
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
-    """Return ``queue_output(o, p, v) -> o``, which queues o + P V, where P is from `round_operand`.
+    """Return ``queue_output(o, p, v) -> o``, which queues o + P V (`p`: from `round_operand`).
 
-    The caller must wait for the product. V has `n` columns and `depth` rows. The whole tile of V
-    has `of` rows or, if `of` is 0, `depth` rows.
+    The caller must wait for the product. The product uses `n` columns and `depth` rows of V. The V
+    tile has `of` rows (`depth` rows if `of` is 0).
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
@@ -327,17 +325,17 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 
 
 def product_wait(pending: int, n: int) -> Any:
-    """Return ``product_wait(c) -> c``, which waits for all except the last `pending` groups."""
+    """Return ``product_wait(c) -> c``, which waits for all groups except the last `pending`."""
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 
 def round_operand(bf16: bool, n: int) -> Any:
-    """Return ``round_operand(s) -> p``, which rounds sums to 16 bits for use as a left operand."""
+    """Return ``round_operand(s) -> p``, which rounds sums to 16-bit numbers, as a left operand."""
     return emitted(words(n // 4), floats(n // 2))(partial(rounded, bf16=bf16))
 
 
 def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
-    """Emit the rounding of elements to 16 bits, with two neighbours per register."""
+    """Emit the rounding of elements to 16 bits, two neighbours per register."""
     return [ptx.pack(b, bf16, s[x], s[x + 1]) for x in range(0, len(s), 2)]
 
 
@@ -347,10 +345,10 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
     """Return ``store_output(address, row_bytes, o, factors, row, stop) -> bytes`` for 64 rows.
 
-    The function rounds and stores rows of output, except rows from `stop` on and columns past the
-    row width `row_of`. `row` is the warp's first row, and `address` is the address of row 0. The
-    four lanes of a quad exchange pairs of columns, so that each lane stores 16 bytes of a row. With
-    `later`, the function has another parameter: the column at which o begins.
+    The function rounds and stores output, without rows from `stop` on and columns past the row
+    width `row_of`. `row` is the warp's first row, and `address` is the address of row 0. A quad's
+    four lanes exchange pairs of columns, so that each lane stores 16 bytes of a row. With `later`,
+    there is one more parameter: the column at which o begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))

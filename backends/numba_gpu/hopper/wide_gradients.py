@@ -1,10 +1,8 @@
 """Numba intrinsics for the KV-outer backward with a head_dim above 128.
 
-Warpgroups exchange P and dS of a tile pair through shared memory. In shared memory, P and dS are
-transposed: each row belongs to one key and has 64 queries. `backward_wide` computes transposed
-scores, in which each row belongs to a key. `backward_roles` computes scores in which each row
-belongs to a query. Each row of dQ belongs to a query, so the staging of dQ differs from that in
-`gradients`.
+Warpgroups exchange a tile pair's P and dS through shared memory. In shared memory, a row of P or dS
+is one key with 64 queries. In `backward_wide`, a row of scores is a key. In `backward_roles`, a row
+of scores is a query. A row of dQ is a query, so dQ is staged differently than in `gradients`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def _warp(b: ir.IRBuilder) -> ir.Value:
 
 
 def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
-    """Return a softcap's derivative, 1 - tanh^2, from the capped score (which may be -inf)."""
+    """Return the softcap's derivative, 1 - tanh^2, from the capped score (which may be -inf)."""
     t = ptx.maximum(b, b.fmul(score, inverse), f32(-1.0))
     return b.fsub(f32(1.0), b.fmul(t, t))
 
@@ -40,10 +38,9 @@ def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
 
 @emitted(int32, int32, int32)
 def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
-    """Return the address at which this thread's row of P^T or dS^T begins in shared memory.
+    """Return the address of this thread's row of P^T or dS^T in shared memory.
 
-    Each warpgroup computes 32 of the 64 queries in a row. `gradients.store_ds` takes the returned
-    address.
+    Each warpgroup computes 32 of a row's 64 queries. `gradients.store_ds` takes this address.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.and_(lane, i32(15)))
@@ -55,8 +52,8 @@ def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
 def column_probabilities(n: int, softcap: bool) -> Any:
     """Return ``column_probabilities(s, lse, to_log2, cap) -> p, sloped``: P = exp2(c S - lse).
 
-    `lse` holds the negative log-sum-exp, in base 2, of each of the lane's columns. `sloped` is P
-    or, if there is a softcap, P times the softcap's derivative.
+    `lse` is the negative log-sum-exp, in base 2, of each of the lane's columns. `sloped` is P times
+    the softcap's derivative or, without a softcap, P.
     """
     kind = floats(n // 2)
 
@@ -74,9 +71,9 @@ def column_probabilities(n: int, softcap: bool) -> Any:
 
 
 def column_gradients(bf16: bool, n: int) -> Any:
-    """Return ``column_gradients(p, dp, delta) -> ds``, which computes dS = P (dP + delta), rounded.
+    """Return ``column_gradients(p, dp, delta) -> ds``: dS = P (dP + delta), rounded.
 
-    `delta` holds the negative delta of each of the lane's columns.
+    `delta` is the negative delta of each of the lane's columns.
     """
     kind = floats(n // 2)
 
@@ -92,13 +89,13 @@ def column_gradients(bf16: bool, n: int) -> Any:
 
 
 def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> Any:
-    """Return the function that queues a product for the columns of a warpgroup.
+    """Return a function that queues a product for the warpgroup's columns.
 
     The function is ``queue_columns(scores, tile, group) -> sums``, or with `more`
-    ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T. With `down`, it
-    is transposed, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums of the
-    wide columns come first, and then those of the narrow columns (`ColumnsDivided`). The wide
-    columns and the narrow columns are two groups of products.
+    ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T. With `down`,
+    `scores` is transposed, so that the left operand is dS. `tile` is a tile of K, Q or dO. Sums of
+    wide columns precede sums of narrow columns (`ColumnsDivided`). The wide columns and the narrow
+    columns are two groups of products.
     """
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
@@ -139,7 +136,7 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
 
 
 def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
-    """Return the function that rounds and stores 64 rows of a warpgroup's columns.
+    """Return a function that rounds and stores 64 rows of the warpgroup's columns.
 
     The function is ``store_columns(address, row_bytes, sums, factors, row, stop, group) -> bytes``,
     with the parameters of `wgmma_tiles.store_output`.
@@ -172,9 +169,9 @@ def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
 
 
 def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
-    """Return ``add_columns(address, dq, rows, group) -> bytes``, which adds columns of dQ to HBM.
+    """Return ``add_columns(address, dq, rows, group) -> bytes``, which adds dQ to HBM.
 
-    `address` is the address of the tile's row 0 in dQ's accumulator. Only the first `rows` rows of
+    `address` is where the tile's row 0 begins in dQ's accumulator. Only the first `rows` rows of
     the tile exist.
     """
     assert not at.narrow, "the narrow columns are not added"
@@ -218,7 +215,7 @@ def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
 
 @emitted(int32, int32)
 def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
-    """Return the address in `tile` at which this thread stores the first keys of P^T or dS^T."""
+    """Return where this thread stores the first keys of P^T or dS^T in `tile`."""
     lane = lane_of(b)
     key = b.add(b.shl(b.lshr(lane, i32(4)), i32(3)), b.and_(lane, i32(7)))
     piece = b.add(b.shl(_warp(b), i32(1)), b.and_(b.lshr(lane, i32(3)), i32(1)))
@@ -229,9 +226,9 @@ def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
 def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
     """Return ``store_probabilities(place, s, lse, to_log2, cap) -> sloped``: P = exp2(c S - lse).
 
-    The function stores P, and returns P or, if there is a softcap, P times the softcap's
-    derivative. `lse` holds the negative log-sum-exp, in base 2, of the thread's rows. The function
-    stores 16 keys at a time, while the exponentials of the next 16 keys run.
+    The function stores P, and returns P times the softcap's derivative or, without a softcap, P.
+    `lse` is the negative log-sum-exp, in base 2, of the thread's rows. Storing 16 keys overlaps
+    with the exponentials of the next 16 keys.
     """
     kind = floats(n // 2)
 
@@ -262,7 +259,7 @@ def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
 def store_gradients(bf16: bool, n: int) -> Any:
     """Return ``store_gradients(place, p, dp, delta)``, which stores dS = P (dP + delta), rounded.
 
-    `delta` holds the negative delta of each of the thread's rows.
+    `delta` is the negative delta of each of the thread's rows.
     """
     kind = floats(n // 2)
 
@@ -279,7 +276,7 @@ def store_gradients(bf16: bool, n: int) -> Any:
 
 
 def queue_dq(bf16: bool, n: int, keys: int) -> Any:
-    """Return ``queue_dq(ds, k) -> dq``, which queues dQ = dS K, 64 queries by `n` columns."""
+    """Return ``queue_dq(ds, k) -> dq``, which queues dQ = dS K (64 queries, `n` columns)."""
     steps = [ptx_hopper.down_rows(x) for x in range(keys // 16)]
 
     @emitted(floats(n // 2), int32, int32)
@@ -292,10 +289,10 @@ def queue_dq(bf16: bool, n: int, keys: int) -> Any:
 
 
 def queue_sum(bf16: bool, keys: int) -> Any:
-    """Return ``queue_sum(sum, chunk, scores) -> sum``, which queues a product and adds it to `sum`.
+    """Return ``queue_sum(sum, chunk, scores) -> sum``, which queues a product to add to `sum`.
 
-    The function computes dV^T += dO^T P, or dK^T += Q^T dS. The product has a row for each of the
-    64 columns of a chunk of dO or Q, and `keys` columns.
+    The product is dO^T P (for dV^T) or Q^T dS (for dK^T). The product has 64 rows, one per column
+    of a chunk of dO or Q, and `keys` columns.
     """
     left_at = [ptx_hopper.down_rows(x) for x in range(4)]
     right_at = [ptx_hopper.along_row(x, keys) for x in range(4)]
@@ -310,11 +307,11 @@ def queue_sum(bf16: bool, keys: int) -> Any:
 
 
 def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
-    """Return the function that rounds and stores three sums of `queue_sum`, as rows of keys.
+    """Return a function that rounds and stores three results of `queue_sum`; rows are keys.
 
     The function is ``store_sums(address, row_bytes, low, middle, high, factor, first, stop) ->
-    bytes``. `first` is the tile's first key. The function skips keys from `stop` on, and columns
-    past the row width `row_of`.
+    bytes``. `first` is the first key of the tile. The function skips keys from `stop` on, and
+    columns past the row width `row_of`.
     """
     kind = floats(keys // 2)
 
@@ -361,11 +358,11 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
 
 @emitted(int32, int32)
 def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
-    """Return the shared-memory address at which this thread stages its part of dQ.
+    """Return the shared-memory address at which this thread stages dQ.
 
     A row of dQ's staging area has 32 columns per box. The 16-byte pieces of a row are swizzled with
-    the row number. A thread whose row is odd begins with the other half of a box's columns, because
-    otherwise two rows would use the same banks.
+    the row number. In odd rows, a thread begins with the second half of a box's columns, to avoid
+    bank conflicts between rows.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))

@@ -1,7 +1,7 @@
-"""Pass work tiles from the producer to the consumers through slots in shared memory.
+"""Pass work tiles from a block's producer to the consumers, through slots in shared memory.
 
-A work tile is a row tile of one head with all its visits, or in a KV-outer kernel a column tile
-with all its visits. A visit is one query tile times one key tile.
+A work tile is one row tile of a head with all its visits or, in a KV-outer kernel, one column tile.
+A visit is one query tile times one key tile.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def item_functions(
 ) -> SimpleNamespace:
     """Return device functions that read and write slots, for one kernel's constants and layout.
 
-    `w` holds the functions of `traversal.walk_functions`. Each warp role (the producer's warpgroup,
-    or one of the consumers' warpgroups) records its own time stamps. If `part` is true, the launch
-    computes only some work tiles of its pass, and otherwise all.
+    `w` holds the functions of `traversal.walk_functions`. Each warp role (the producer, or a
+    consumer warpgroup) records separate time stamps. `part` is true if the launch computes only
+    some of its pass's work tiles.
 
-    - ``first(a)`` is the number of the launch's first work tile, and ``stop(a)`` that of its last
-      work tile plus one.
+    - ``first(a)`` is the number of the launch's first work tile, and ``stop(a)`` is one more than
+      the last number.
     - ``write(a, slot, number)`` writes work tile `number` to a slot of shared memory.
     - ``after(a, counter)`` requests the number of the next work tile.
     - ``take(shared, item)`` waits for a work tile and returns its slot.
-    - ``leave(shared, item, speaking)`` signals that a warp is done with the slot of a work tile.
-    - ``visits(slot)`` returns the work tile's visits as ``begin`` of `w` does.
-    - ``place(row, stop, batch)`` returns the coordinates that a tensor map needs for a row.
+    - ``leave(shared, item, speaking)`` signals that a warp no longer needs a work tile's slot.
+    - ``visits(slot)`` returns a work tile's visits in the form of ``begin`` of `w`.
+    - ``place(row, stop, batch)`` returns the coordinates of a row for a tensor map.
     - ``visit_stamps(a, walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the
       addresses of a role's time stamps.
     """

@@ -1,8 +1,8 @@
 """Generate the teaching kernels' device functions from traced score and mask functions.
 
 All captured arrays are concatenated into two flat device arrays, one of floats and one of integers.
-The generated text contains the offset of each captured array. Kernels add the gradients of captured
-arrays to a third flat array, atomically.
+The generated text contains each captured array's offset. Kernels add gradients of captured arrays
+to a third flat array, atomically.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashsim.problem.problem import Problem
 
 
 class TracedFunctions(NamedTuple):
-    """A problem's mask and score function, and the names of captured arrays that need gradients."""
+    """A problem's mask and score function, and the captured arrays that need gradients."""
 
     mask: Graph | None
     score: Graph | None
@@ -34,11 +34,11 @@ class TracedFunctions(NamedTuple):
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        """All captured arrays, beginning with the score function's and ending with the mask's."""
+        """All captured arrays: the score function's arrays precede the mask's."""
         return tuple(a for graph in (self.score, self.mask) if graph for a in graph.arrays)
 
     def places(self) -> list[int]:
-        """Return the offset of each captured array in the flat array of floats or of integers."""
+        """Return each captured array's offset in the flat array of floats or integers."""
         ends, found = {True: 0, False: 0}, []
         for spec in self.arrays:
             floats = spec.kind == FLOAT
@@ -59,8 +59,8 @@ class Compiled(NamedTuple):
 
     - ``keep(floats, wholes, b, h, q, k)`` returns whether the mask keeps the score.
     - ``score(floats, wholes, s, b, h, q, k)`` returns the new score.
-    - ``slope(floats, wholes, sums, s, ds, b, h, q, k)`` returns the gradient of `s`, and adds the
-      gradients of captured arrays to `sums`. ``slope_alone`` only returns the gradient of `s`.
+    - ``slope(floats, wholes, sums, s, ds, b, h, q, k)`` returns the gradient of `s`, and adds
+      captured arrays' gradients to `sums`. ``slope_alone`` only returns the gradient of `s`.
     """
 
     keep: Any
@@ -71,7 +71,7 @@ class Compiled(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compiled(functions: TracedFunctions) -> Compiled:
-    """Compile the device functions of a mask and score function (identities if there is none)."""
+    """Compile a mask and a score function's device functions (identities if there are none)."""
     places = functions.places()
     score, mask = functions.score, functions.mask
     at, arguments = "b, h, i, j", "floats, wholes"
@@ -111,11 +111,11 @@ class Flat(Written):
         return [f"    {line}" for line in self.statements(numbers)]
 
     def element(self, node: Any) -> str:
-        """Return the text of the index, in the flat array, of the element that `node` loads."""
+        """Return an expression for the index of `node`'s element in the flat array."""
         return f"{self.places[node.value]} + ({self.offset(node)})"
 
     def read(self, node: Any) -> str:
-        """Return the text of the expression that reads an element of a captured array."""
+        """Return an expression that reads an element of a captured array."""
         which = "floats" if self.arrays[node.value].kind == FLOAT else "wholes"
         return f"{which}[{self.element(node)}]"
 
@@ -129,7 +129,7 @@ def _device(text: str) -> Any:
 
 
 def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarray]:
-    """Return the floats and integers that the functions read, as two flat, non-empty arrays."""
+    """Return all floats, and all integers, that the functions read, as flat non-empty arrays."""
     found: dict[bool, list[np.ndarray]] = {True: [], False: []}
     mask = job.problem.mask_mod
     arrays = (*job.score_arrays, *(() if mask is None else mask.arrays))

@@ -1,14 +1,14 @@
 """FlashAttention-2 in plain Numba-CUDA, for learning: one thread per row, and no tensor cores.
 
 The kernels follow Algorithms 1 and 2 of arXiv:2307.08691 step by step, and compute in float32. The
-grid of thread blocks is (tile, batch * heads). The kernels visit the tiles that the schedule's
-tables list, and do not evaluate the mask to decide which tiles to skip. The teaching kernels run on
-any NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
+grid of thread blocks is (tile, batch * heads). The schedule's tables list the tiles to visit;
+kernels do not evaluate the mask to skip tiles. The teaching kernels run on any NVIDIA GPU, and
+without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
 
-The tables ``rows`` and ``cols`` have four numbers per row tile and column tile: start, stop,
-offset, and the end of the sequence on the other axis. ``ptr``, ``index`` and ``kind`` list the
-visited tiles in CSR form. A kernel that is built with `counts` also sums the bytes that it moves,
-in ``tile_counts`` (heads of the loop, tiles, 8) and ``visit_counts`` (batch * heads, visits, 8).
+The tables ``rows`` and ``cols`` hold four numbers per tile: start, stop, offset, and where the
+sequence ends on the other axis. ``ptr``, ``index`` and ``kind`` list the visited tiles in CSR form.
+With `counts`, a kernel sums the bytes that it moves, in ``tile_counts`` (heads of the loop, tiles,
+8) and ``visit_counts`` (batch * heads, visits, 8).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class TeachingShape:
 
 @cuda.jit(device=True, inline="always")
 def _keeps(query, key, offset, key_stop, left, right):
-    """Return whether the schedule's causal and window limits let this query see this key."""
+    """Return whether the causal and window limits let this query see this key."""
     centre = query + offset
     return key < key_stop and centre - left <= key and key <= centre + right
 
 
 @cuda.jit(device=True, inline="always")
 def _load(tile, X, batch, head, start, stop, width):
-    """Copy rows of X to a tile in shared memory, and return how many elements this thread copied.
+    """Copy rows of X to a tile in shared memory; return how many elements this thread copied.
 
     Rows of the tile from `stop` on are set to 0. All threads of the block must call this function,
     since neighbouring threads read neighbouring elements.
@@ -69,7 +69,7 @@ def _load(tile, X, batch, head, start, stop, width):
 
 @lru_cache(maxsize=64)
 def forward_kernel(shape: TeachingShape) -> Any:
-    """Return the forward kernel: block (i, head) computes row tile i, with one thread per row."""
+    """Return the forward kernel; block (i, head) computes row tile i, with one thread per row."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1  # odd strides: no bank conflicts
@@ -159,8 +159,8 @@ def forward_kernel(shape: TeachingShape) -> Any:
 def delta_kernel(shape: TeachingShape) -> Any:
     """Return the kernel that computes delta = rowsum(dO * O) and clears dQ's accumulator.
 
-    Thread r computes row r of the block's row tile. If the LSE has a gradient dL, the kernel
-    subtracts dL from delta.
+    Thread r computes row r of a block's row tile. If the LSE has a gradient dL, delta is reduced by
+    dL.
     """
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
     dlse, delta_slot = shape.dlse, 3 if shape.dlse else 2
@@ -194,8 +194,8 @@ def delta_kernel(shape: TeachingShape) -> Any:
 def dkdv_kernel(shape: TeachingShape) -> Any:
     """Return the kernel for dK and dV.
 
-    Block (j, KV head) computes column tile j, and thread c computes the tile's key c. With `fused`,
-    the kernel also adds dS K atomically to a float32 dQ in HBM.
+    Block (j, KV head) computes column tile j, and thread c computes key c of this tile. With
+    `fused`, the kernel also adds dS K to a float32 dQ in HBM, atomically.
     """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
@@ -300,7 +300,7 @@ def dkdv_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dq_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel for dQ alone: block (i, head) computes row tile i, one thread per row."""
+    """Return the dQ kernel; block (i, head) computes row tile i, with one thread per row."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad = d + 1, dv + 1
@@ -383,7 +383,7 @@ def dq_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def convert_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel that converts dQ's float32 accumulator to the inputs' type, by rows."""
+    """Return the row-wise kernel that converts dQ's float32 accumulator to the inputs' type."""
     d, itemsize, counts = shape.d, shape.itemsize, shape.counts
 
     @cuda.jit

@@ -1,4 +1,4 @@
-"""Launch the teaching kernels on a GPU, or in Numba's simulator if the simulator is switched on."""
+"""Launch the teaching kernels on a GPU or, if it is switched on, in Numba's simulator."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def simulated() -> bool:
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
-    """Return the largest number of bytes of shared memory that any kernel of a pass uses."""
+    """Return the bytes of shared memory of the pass's largest kernel."""
     q, k, d, dv = tiling.block_q, tiling.block_k, problem.head_dim + 1, problem.head_dim_v + 1
     if direction == "forward":
         return 4 * (q * (d + dv + k + 1) + k * (d + dv))
@@ -97,7 +97,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """Rebuild the data that the backward pass needs from the forward pass's `out` and `lse`."""
+    """Return the state for the backward pass, from the forward pass's `out` and `lse`."""
     device = _Simulator(job) if simulated() else _Gpu.of(job)
     arrays = {"q": job.q, "k": job.k, "v": job.v, "out": out, "lse": lse}
     for name in ("out", "lse"):
@@ -161,7 +161,7 @@ def _check_functions(job: Job) -> None:
 
 
 def _sinks(job: Job) -> np.ndarray:
-    """Return the sinks as a float32 array (heads,), or one unused number if there are none."""
+    """Return the sinks as float32 (heads,), or a single unused number if there are none."""
     if not job.problem.sinks:
         return np.zeros(1, np.float32)
     return checks.sinks(job.sinks, job.problem.heads).astype(np.float32)
@@ -194,7 +194,7 @@ class _Simulator:
         return nullcontext()
 
     def taken(self, array: Any) -> Any:
-        """Return a copy of an array, because the simulator writes to a kernel's arguments."""
+        """Return a copy of an array, which the simulator needs because it writes to arguments."""
         return cuda.to_device(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -202,7 +202,7 @@ class _Simulator:
         return np.zeros(shape, dtype)
 
     def given(self, array: Any, like: Any) -> Any:
-        """Return a result as an array of the same library as `like`, for the caller."""
+        """Return a result as an array of the same library as `like`."""
         return array
 
     def host(self, array: Any) -> np.ndarray:
@@ -215,7 +215,7 @@ class _Simulator:
 
 
 class _Gpu:
-    """Handles arrays and launches on the GPU of the job's arrays, on their library's stream."""
+    """Handles arrays and launches on the GPU and stream of a job's arrays."""
 
     def __init__(self, space: Any) -> None:
         self.space = space
@@ -245,19 +245,19 @@ class _Gpu:
             yield
 
     def taken(self, array: Any) -> Any:
-        """Return an array as a CuPy array for a kernel. Only a NumPy array is copied."""
+        """Return an array as a CuPy array, which kernels can read. Only NumPy arrays are copied."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_cupy(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return a new CuPy array of zeros, which a kernel fills."""
+        """Return a new CuPy array of zeros for a kernel to fill."""
         import cupy
 
         return cupy.zeros(shape, dtype)
 
     def given(self, array: Any, like: Any) -> Any:
-        """Return a result as an array of the same library as `like`, for the caller."""
+        """Return a result as an array of the same library as `like`."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_library_of(like, array)
@@ -288,7 +288,7 @@ def _launch(kernel: Any, where: tuple[Any, ...], arguments: Any) -> None:
 
 
 class _Call:
-    """A forward or backward pass: its kernels' constants, its launches, and their reports."""
+    """A forward or backward pass: the kernels' constants, launches and reports."""
 
     def __init__(self, job: Job, tiling: Tiling, device: Any, *, fused: bool) -> None:
         p = self.problem = job.problem
@@ -313,7 +313,7 @@ class _Call:
         return self.place.taken(floats), self.place.taken(wholes)
 
     def walk(self, by: Literal["row", "col"], name: str, kernel: Any, arrays: Any) -> None:
-        """Launch a kernel that loops over tile pairs, one block per outer tile and head."""
+        """Launch a kernel that loops over tile pairs, with one block per outer tile and head."""
         p, tables = self.problem, self._tables(by)
         walks = p.batch * (p.heads if by == "row" else p.kv_heads)
         tile_counts, visit_counts = self._report(name, tables, walks)

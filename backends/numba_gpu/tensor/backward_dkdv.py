@@ -2,19 +2,18 @@
 
 A thread block computes column tile j of one KV head. For every query head of the GQA group, the
 thread block loops over the row tiles that the schedule lists. The block computes transposed scores,
-S^T = K Q^T. P^T and dS^T are thus already in the registers in which the products dV += P^T dO and
-dK += dS^T Q need them.
+S^T = K Q^T. So the registers of P^T and dS^T are already a left operand of dV += P^T dO and dK +=
+dS^T Q.
 
-The fused backward also adds dS K to a float32 accumulator of dQ in HBM. The order of these
-additions varies, so the last bits of dQ vary, too. In the three-pass backward, the kernel in the
-module `backward_dq` computes dQ. The dQ product of a visit is computed during the next visit. With
-`halves`, half of the warps compute the dQ product before their scores, and the other half after
-their scores. While one warp of a scheduler computes exponentials, another warp thus keeps the
-tensor cores busy.
+The fused backward also adds dS K to a float32 accumulator of dQ in HBM. The additions to dQ have no
+fixed order, so the last bits of dQ vary. In the three-pass backward, the kernel in the module
+`backward_dq` computes dQ. A visit's dQ product is computed in the next visit. With `halves`, half
+of the warps compute dQ before their scores, and the other half after them. So while one of a
+scheduler's warps computes exponentials, another warp keeps the tensor cores busy.
 
 K and V stay in shared memory until the thread block ends. Q, dO, the log-sum-exp L and delta are in
 one or two stages of shared memory. The matrices dK, dV, S^T, P^T and dP^T are in registers. The
-matrix dS is written to shared memory only because the dQ product needs the dS of several warps.
+matrix dS is also written to shared memory, because the dQ product needs the dS of several warps.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
-    """Return the kernel as a Python function; `wide` (sm_90) allows 16-byte additions to HBM."""
+    """Return the kernel as a Python function; `wide` (from sm_90 on) allows 16-byte additions."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

@@ -1,11 +1,11 @@
-"""The Q-outer kernel that computes dQ in the last of three FlashAttention-2 backward passes.
+"""The Q-outer kernel for dQ, the third pass of the FlashAttention-2 backward.
 
-A thread block computes row tile i of one head. The block recomputes S and dP for the column tiles
-that the schedule lists, and adds up dS K in registers. The kernel uses no atomics, so equal inputs
+A thread block computes row tile i of one head. For each column tile that the schedule lists, the
+block recomputes S and dP, and adds dS K in registers. The kernel uses no atomics, so equal inputs
 give bitwise equal results.
 
-Q, dO, the log-sum-exp L and delta stay in shared memory as long as the block runs. K and V are in
-one or two stages of shared memory. The matrices dQ, S, P, dP and dS are in registers.
+Q, dO, the log-sum-exp L and delta stay in shared memory until the block ends. K and V are in one or
+two stages of shared memory. The matrices dQ, S, P, dP and dS are in registers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dq_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function of a `launch.ARGS`, for the constants of `kernel`."""
+    """Return the kernel's Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

@@ -1,9 +1,9 @@
-"""The row-wise kernels of the backward pass: `flash_delta` runs first, `flash_convert` last.
+"""The backward pass's row-wise kernels, `flash_delta` (first) and `flash_convert` (last).
 
-`flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one.
-`flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's
-accumulator to 16 bits. Block (i, head) handles row tile i. The kernels use no shared memory, and
-every access to a row in HBM is 16 bytes wide.
+`flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient, if any. `flash_delta` also
+clears dQ's float32 accumulator, if any. `flash_convert` rounds dQ's accumulator to 16 bits. Block
+(i, head) handles row tile i. The kernels use no shared memory, and access rows in HBM 16 bytes at a
+time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ DEEP = 4
 def _dots(bf16: bool, apart: int) -> Any:
     """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, which computes dot products.
 
-    Per row, the function computes the dot product of two pieces of 8 elements. The function reads
-    up to `DEEP` rows, the first at `x` and `y`, and each next row `apart` rows further. Only the
-    first `left` rows exist. `rows` is the number of rows that exist.
+    In each row, the function multiplies two pieces of 8 elements. The function reads up to `DEEP`
+    rows, `apart` rows from each other, starting at `x` and `y`. Only the first `left` rows exist.
+    `rows` is how many of the rows exist.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -67,7 +67,7 @@ def _dots(bf16: bool, apart: int) -> Any:
 
 
 def _lane_sums(lanes: int) -> Any:
-    """Return ``lane_sums(sums)``, which adds up each sum over `lanes` (a power of two) lanes."""
+    """Return ``lane_sums(sums)``, which adds each sum over `lanes` lanes (a power of two)."""
 
     @emitted(floats(DEEP), floats(DEEP))
     def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:
@@ -81,7 +81,7 @@ def _lane_sums(lanes: int) -> Any:
 
 
 def _write_rows(apart: int) -> Any:
-    """Return ``write_rows(to, sums, left)``, which writes a float32 per `apart` rows to HBM."""
+    """Return ``write_rows(to, sums, left)``, which writes sums to every `apart`-th row in HBM."""
 
     @emitted(None, int64, floats(DEEP), int32)
     def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:
@@ -94,10 +94,9 @@ def _write_rows(apart: int) -> Any:
 
 
 def _less_rows(apart: int) -> Any:
-    """Return ``less_rows(sums, source, left) -> sums``, which subtracts one float32 per row.
+    """Return ``less_rows(sums, source, left) -> sums``, which subtracts a float32 per row.
 
-    The function reads the float32 of every `apart`-th row from HBM. Only the first `left` rows
-    exist.
+    The float32 come from every `apart`-th row in HBM. Only the first `left` rows exist.
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
@@ -114,9 +113,9 @@ def _less_rows(apart: int) -> Any:
 def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
     """Return ``convert(to, step, source, first, pieces, scale) -> bytes``, which rounds to 16 bits.
 
-    The function scales and converts up to `DEEP` pieces of 8 float32. The first is piece number
-    `first`, and each next piece is `apart` pieces further. A row has `per_row` pieces, and all rows
-    together have `pieces` pieces. The result is the number of stored bytes.
+    The function scales and converts up to `DEEP` pieces of 8 float32. Pieces begin with number
+    `first`, and are `apart` pieces from each other. A row has `per_row` pieces, and all rows have
+    `pieces` pieces in total. The function returns the number of bytes stored.
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)
@@ -153,7 +152,7 @@ def zeros_bytes(row: RowWidth) -> Any:
 
 
 def flash_delta_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function of a `launch.ARGS`, for the constants of `kernel`."""
+    """Return the kernel's Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report
@@ -207,7 +206,7 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
 
 
 def flash_convert_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function of a `launch.ARGS`, for the constants of `kernel`."""
+    """Return the kernel's Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report

@@ -1,9 +1,9 @@
 """FlashAttention-2 forward on tensor cores, in Python (arXiv:2307.08691, Algorithm 1).
 
-A thread block computes one row tile of one head, and loops over the column tiles that the schedule
-lists for that row tile. K and V are in two stages of shared memory each, so that the copies for a
-visit overlap with the previous visit. O, m, l, S and P are in registers. Q stays in registers if
-there are enough registers, and otherwise in shared memory.
+A thread block computes one row tile of a head, in a loop over the column tiles that the schedule
+lists. K and V have two stages of shared memory each, so that copies overlap with the previous
+visit. O, m, l, S and P are in registers. Q stays in registers if there are enough, and otherwise in
+shared memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_forward_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function of a `launch.ARGS`, for the constants of `kernel`."""
+    """Return the kernel's Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

@@ -1,7 +1,7 @@
 """Generate device functions that apply mask and score functions to fragments of scores.
 
-One device function computes a single score. For each fragment, a second, generated function calls
-the first function once per element of the lane, with that element's positions.
+One device function computes a single score. For a fragment, a second generated function calls the
+first one with each element's positions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TYPES: dict[str, ir.Type] = {
 
 
 def _reader(dtype: str) -> Any:
-    """Return ``read(address, index)``, which returns an element in HBM as float32 or int64."""
+    """Return ``read(address, index)``, which reads an element in HBM as float32 or int64."""
     whole = not dtype.startswith(("float", "bfloat"))
 
     @emitted(types.int64 if whole else types.float32, types.int64, types.int64)
@@ -58,14 +58,14 @@ def _add(b: ir.IRBuilder, address: ir.Value, index: ir.Value, x: ir.Value) -> No
 
 
 class _AtAddresses(Written):
-    """Writes statements in which captured array n is at the address ``a.word_n``."""
+    """Writes statements in which captured array n has the address ``a.word_n``."""
 
     def __init__(self, nodes: Any, arrays: Any, first: int) -> None:
         super().__init__(nodes, arrays)
         self.first = first
 
     def read(self, node: Any) -> str:
-        """Return the text of a call that reads an element of a captured array."""
+        """Return an expression that reads an element of a captured array."""
         dtype, at = self.arrays[node.value].dtype, self.first + node.value
         return f"read_{dtype}(a.word_{at}, I({self.offset(node)}))"
 
@@ -111,10 +111,10 @@ def _return(text: _AtAddresses, n: int | None) -> str:
 
 
 def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
-    """Return ``slope(a, s, dout, b, h, i, j)``, which returns the gradient of the score `s`.
+    """Return ``slope(a, s, dout, b, h, i, j)``, which computes the gradient of the score `s`.
 
-    The returned function also adds up the gradients of the captured arrays `wanted`. The addresses
-    of these gradients follow the addresses of all `arrays` captured arrays.
+    ``slope`` also adds up gradients of the captured arrays `wanted`. The gradients' addresses
+    follow those of all `arrays` captured arrays.
     """
     made = adjoints(score, wanted)
     text = _AtAddresses(made.nodes, made.arrays, 0)
@@ -128,19 +128,19 @@ def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
 
 
 def _tuple(values: list[str]) -> str:
-    """Return Python text that assigns `values` to variables and returns these as a tuple."""
+    """Return Python text that assigns `values` to variables and returns them as a tuple."""
     names = [f"x{n}" for n in range(len(values))]
     lines = [f"    {name} = {value}\n" for name, value in zip(names, values, strict=True)]
     return "".join(lines) + f"    return ({', '.join(names)},)\n"
 
 
 def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> SimpleNamespace:
-    """Return an object with the functions that a kernel applies to a fragment of scores.
+    """Return an object with functions that a kernel applies to a fragment of scores.
 
     The fragment has 16 `blocks` rows and `n` columns. Rows are queries if `by_row` is true, and
-    otherwise keys. All functions take the kernel's arguments `a`, the batch entry b, the head h and
-    fragments. All functions also take the warp's first query and key, and the last query and key
-    that exist. Positions past the last query or key are replaced by the last one.
+    keys if not. All functions take the kernel's arguments `a`, batch entry b, head h, and
+    fragments. All functions also take the warp's first query and key, and the last existing query
+    and key. Positions past the last query or key are replaced by the last one.
 
     The result has the attributes ``has_mask``, ``has_score`` and ``varlen``, and these functions:
 
@@ -149,7 +149,8 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     - ``score(a, b, h, s, ...) -> s`` applies the score function.
     - ``alive(t, p) -> p`` sets elements of p to 0 where the score in t is -inf.
     - ``slope(a, b, h, s, ds, ...) -> ds`` returns the gradient of the score function's input s, and
-      adds up gradients of captured arrays. ``slope_alone`` adds no gradients of captured arrays.
+      adds up captured arrays' gradients. ``slope_alone`` does not add up captured arrays'
+      gradients.
     """
     of = kernel.functions
     mask, score = (None, None) if of is None else of.graphs
@@ -167,7 +168,7 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     q, k = (down, across) if by_row else (across, down)
 
     def over(fragments: str, element: str, **names: Any) -> Any:
-        """Return a function of whole fragments, built from the text that computes one element."""
+        """Return a function that applies the generated code of one element to a fragment."""
         values = [element.format(n=n, at=at) for n, at in enumerate(places)]
         text = f"def made(a, b, h, {fragments}, query, key, last_query, last_key):\n"
         text += "    lane = I(cuda.threadIdx.x) % 32\n"
@@ -195,8 +196,8 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
 def first_rows_of(word: int) -> Any:
     """Return ``first_rows(a, outer)``, the first query and key of an outer tile's packed sequence.
 
-    The 64-bit number `word` after `launch.ARGS` in the kernel's arguments is the address of a table
-    of these pairs for all tiles.
+    The 64-bit number `word` after `launch.ARGS` is the address of a table with this pair for each
+    tile.
     """
     text = f"def made(a, outer):\n    at = a.word_{word}\n"
     text += "    return read(at, I32(2 * outer)), read(at, I32(2 * outer + 1))\n"

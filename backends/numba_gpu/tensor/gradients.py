@@ -14,7 +14,7 @@ from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, tanh
 
 
 def load_rows(blocks: int) -> Any:
-    """Return ``load_rows(address) -> values``, which loads a float32 per row of a lane."""
+    """Return ``load_rows(address) -> values``, which loads a float32 for each of a lane's rows."""
 
     @emitted(floats(2 * blocks), types.int32)
     def load_rows_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -29,7 +29,7 @@ def load_rows(blocks: int) -> Any:
 
 
 def load_columns(n: int) -> Any:
-    """Return ``load_columns(address) -> values``, which loads a float32 per column of a lane."""
+    """Return ``load_columns(address) -> values``, which loads one float32 per column of a lane."""
 
     @emitted(floats(n // 4), types.int32)
     def load_columns_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -50,9 +50,9 @@ def _per_element(values: Values, by_row: bool, i: int, c: int, x: int) -> ir.Val
 def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool) -> Any:
     """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``, where P = exp(S - L).
 
-    `s` is Q K^T, neither scaled nor softcapped. `lse` holds one value per row of the lane for S,
-    and one per column of the lane for S^T. `slope` is the softcap's derivative, 1 - tanh^2. Without
-    a softcap, `slope` is unused.
+    `s` is Q K^T, neither scaled nor softcapped. `lse` holds one value for each of the lane's rows
+    (for S) or columns (for S^T). `slope` is the softcap's derivative, 1 - tanh^2. `slope` is unused
+    without a softcap.
     """
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)
@@ -104,9 +104,9 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
 def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: bool) -> Any:
     """Return ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p``.
 
-    The function sets probabilities to 0 where `mask_rows` masks scores. If `by_row` is true, the
-    fragment is P, and otherwise P^T. For a row that sees no key, L = -inf makes exp(S - L)
-    infinite, so the function selects 0 instead of multiplying by 0.
+    The function sets probabilities to 0 where `mask_rows` would mask the scores. The fragment is P
+    if `by_row` is true, and otherwise P^T. In a row that sees no key, L = -inf makes exp(S - L)
+    infinite, so 0 is selected, not multiplied.
     """
     kind = floats(blocks * n // 2)
 

@@ -1,4 +1,4 @@
-"""Numba intrinsics that store accumulators: through shared memory, or added to HBM."""
+"""Numba intrinsics that store accumulators through shared memory, or add them to HBM."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
 
 
 def store_rows(blocks: int) -> Any:
-    """Return ``store_rows(address, values, first, stop) -> bytes``, which stores a float32 per row.
+    """Return ``store_rows(address, values, first, stop) -> bytes``: one float32 per row.
 
-    The first lane of each quad stores the values of rows before `stop` to HBM. `first` is the
-    warp's first row, and `address` is the address of row 0.
+    Each quad's first lane stores the values of rows before `stop` to HBM. `first` is the warp's
+    first row, and `address` is row 0's address.
     """
 
     @emitted(types.int32, types.int64, floats(2 * blocks), types.int32, types.int32)
@@ -61,10 +61,10 @@ def store_rows(blocks: int) -> Any:
 def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     """Return ``reduce_tile(address, c, row, col, rows) -> bytes``, which adds a fragment to HBM.
 
-    The fragment `c` is added to float32 sums in HBM, atomically. Columns past the width of `row_of`
-    are not added. With `wide`, one instruction adds four neighbours (sm_90). With `wide`, two lanes
+    The additions to float32 numbers in HBM are atomic. Columns past the row width `row_of` are not
+    added. With `wide`, one instruction adds four neighbours (sm_90). With `wide`, two lanes
     exchange values: the even lane adds four values of the left 8-column piece, and the odd lane
-    four values of the right piece.
+    adds the right piece's.
     """
 
     width = row_of.width
@@ -122,7 +122,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     def additions(
         b: ir.IRBuilder, first: ir.Value, four: Values, odd: ir.Value, pair: ir.Value
     ) -> list[tuple[ir.Value, Values]]:
-        """Return the columns to which this lane adds its four values of a row, and the values."""
+        """Return the columns and the four values of a row that this lane adds."""
         if not wide:
             own = b.add(first, b.shl(pair, i32(1)))
             return [(b.add(own, i32(e // 2 * 8 + e % 2)), [x]) for e, x in enumerate(four)]

@@ -44,7 +44,7 @@ def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
 
     The function sets masked scores to -inf. Query q sees keys ``q + offset - left <= k <= q +
     offset + right`` with k < key_stop. `query` and `key` are the first query and key of the warp. A
-    limit (`left` or `right`) that is switched off adds no instructions.
+    limit (`left` or `right`) that is off adds no instructions.
     """
     kind = floats(blocks * n // 2)
 
@@ -92,11 +92,11 @@ def row_max(blocks: int, n: int) -> Any:
 
 
 def row_max_of_bits(n: int) -> Any:
-    """Return ``row_max_of_bits(m, s) -> m, again``: a faster `row_max` for one block of 16 rows.
+    """Return ``row_max_of_bits(m, s) -> m, again``: a faster `row_max` for a block of 16 rows.
 
-    The function compares the bits of floats as integers, three per instruction (from sm_90 on). Two
-    integers have the same order as their floats, unless both floats are negative. If a lane has
-    seen only negative floats in some row, `again` is true and the warp must call `row_max` instead.
+    The function compares floats as integers, three per instruction (from sm_90 on). Unless two
+    floats are both negative, they have the same order as the integers with their bits. If a lane
+    has seen only negative floats in a row, `again` is true, and the warp must call `row_max`.
     """
 
     @emitted([floats(2), types.boolean], floats(2), floats(n // 2))
@@ -124,8 +124,8 @@ def row_max_of_bits(n: int) -> Any:
 def softmax_base(blocks: int) -> Any:
     """Return ``softmax_base(top, to_log2) -> base``, which converts the row maxima to base 2.
 
-    As long as a row has seen no key, `base` is 0. A base of 0 avoids inf - inf: all scores of such
-    a row are -inf, and 2^(-inf - 0) = 0.
+    `base` is 0 until a row has seen a key. A base of 0 avoids inf - inf: a row without keys has
+    scores of -inf, and 2^(-inf - 0) = 0.
     """
     kind = floats(2 * blocks)
 
@@ -138,7 +138,7 @@ def softmax_base(blocks: int) -> Any:
 
 
 def rescaling(blocks: int) -> Any:
-    """Return ``rescaling(m, base, to_log2) -> alpha``, the factor exp(m - m_new) of old sums."""
+    """Return ``rescaling(m, base, to_log2) -> alpha``: exp(m - m_new), a factor for old sums."""
     kind = floats(2 * blocks)
 
     @emitted(kind, kind, kind, types.float32)
@@ -149,7 +149,7 @@ def rescaling(blocks: int) -> Any:
 
 
 def scale_rows(blocks: int, n: int) -> Any:
-    """Return ``scale_rows(c, factors) -> c``, which multiplies each row of the lane by a factor."""
+    """Return ``scale_rows(c, factors) -> c``, which multiplies a lane's rows by their factors."""
     kind = floats(blocks * n // 2)
 
     @emitted(kind, kind, floats(2 * blocks))
@@ -162,8 +162,8 @@ def scale_rows(blocks: int, n: int) -> Any:
 def exponentials(blocks: int, n: int) -> Any:
     """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``, which computes P and row sums.
 
-    P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums P only
-    over its own columns. The four lanes of a quad add up their sums after the last visit.
+    P is exp(S - m_new), and l becomes alpha l plus the row sums of P. Each lane sums only its own
+    columns of P. The four lanes of a quad add up their sums after the last visit.
     """
     s_kind, l_kind = floats(blocks * n // 2), floats(2 * blocks)
 
@@ -186,11 +186,11 @@ def exponentials(blocks: int, n: int) -> Any:
 def row_by_row(n: int) -> Any:
     """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``, one online-softmax step.
 
-    The function computes a lane's row 0 first, and then row 1. ``row_by_row`` does the work of
-    `softmax_base`, `rescaling` and `exponentials`, with the maxima `m` before this visit and `top`
-    after it. The assembler ptxas first schedules the instructions that begin the longest dependency
-    chain. Exponentials take the longest time, so they should begin early and never wait. For this
-    reason the sums of row 0 form two chains, and those of row 1 a single chain.
+    Row 0 of a lane is computed before row 1. The function combines `softmax_base`, `rescaling` and
+    `exponentials`; `m` and `top` are the maxima before and after this visit. The assembler ptxas
+    first schedules the instructions that begin the longest dependency chain. Exponentials take
+    longest, so they should begin early and never wait. So row 0's sums form two chains, and row 1's
+    sums one chain.
     """
     s_kind, pair = floats(n // 2), floats(2)
 
@@ -220,9 +220,9 @@ def row_by_row(n: int) -> Any:
 
 
 def finish_rows(blocks: int) -> Any:
-    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``, which ends the softmax of each row.
+    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``, which ends each row's softmax.
 
-    For a row that sees no key, the two results are 0 and -inf.
+    For a row that sees no key, the results are 0 and -inf.
     """
     kind = floats(2 * blocks)
 

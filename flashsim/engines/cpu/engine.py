@@ -5,8 +5,8 @@ or "flash2-fused". The engine computes in float32, or in float64 for float64 inp
 fixed order, so results do not depend on the number of threads.
 
 The option ``micro_kernel`` of `flashsim.run` is "vector" or "plain" (see `micro_kernels`) or, for
-bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). The default for bfloat16 is "amx" or
-"avx512_bf16" if that kernel is faster on this CPU than "vector".
+bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). For bfloat16, "amx" or "avx512_bf16" is the
+default if it is faster than "vector" on this CPU.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def backward(
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
-    """Return an array filled with `value`, after checking that the engine supports the job."""
+    """Return an array filled with `value`; raise if the engine does not support the job."""
     _check(job)
     return np.full(shape, value, numpy_dtype(dtype))
 
@@ -131,10 +131,10 @@ def _check(job: Job) -> None:
 
 
 class _Stage(NamedTuple):
-    """One stage's schedule, and its numbers of loops (one per head), outer tiles and visits.
+    """A stage's schedule, and its numbers of loops (one per head), outer tiles and visits.
 
-    `long` says whether the stage takes so long that Ctrl-C must be able to stop it. `parts`
-    contains the stage's tables (`Tiles`) if the next call can reuse them.
+    `long` says whether the stage may take so long that Ctrl-C must stop it. `parts` holds the
+    stage's tables (`Tiles`) if the next call can reuse them.
     """
 
     schedule: Schedule
@@ -147,7 +147,7 @@ class _Stage(NamedTuple):
 
 @dataclass
 class _CpuPass:
-    """A forward or backward pass: the data that all kernels of the pass share, and the traces."""
+    """A forward or backward pass: the data that its kernels share, and the traces."""
 
     job: Job
     direction: str
@@ -159,7 +159,7 @@ class _CpuPass:
 
     @classmethod
     def of(cls, job: Job, direction: str) -> _CpuPass:
-        """Return a job's `_CpuPass`; values independent of arrays are cached in the job's memo."""
+        """Return the `_CpuPass` of a job; the job's memo caches what does not depend on arrays."""
         cpu = _cpu(job, direction)
         key = direction, job.algorithm, type(cpu), cpu
         known = job.memo.get(key)
@@ -213,7 +213,7 @@ class _CpuPass:
         self._plan = {s.name: s for s in plans.stages(p, job.algorithm, self.direction)}
 
     def _functions(self) -> dict[str, Any]:
-        """Return the `Rules` fields of functions and sinks; allocate captured arrays' gradients."""
+        """Return the `Rules` fields of functions and sinks, with arrays for captured gradients."""
         job, p = self.job, self.job.problem
         per_head = frozenset() if p.mask_mod is None else p.mask_mod.per_head
         by_batch, by_head = "b" in per_head, "h" in per_head
@@ -242,13 +242,13 @@ class _CpuPass:
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return inputs as flat arrays; convert all but 16-bit inputs to the accumulator type."""
+        """Return inputs as flat arrays, in the accumulator type unless they have 16 bits."""
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """Return a one-dimensional view of an array, with the element type that kernels read."""
+        """Return a one-dimensional view of an array, of the element type that kernels read."""
         flat = array.reshape(-1)
         if self.pairs and array.dtype == self.result:
             return flat.view(np.uint16)
@@ -269,10 +269,9 @@ class _CpuPass:
     def along(self) -> tuple[np.ndarray, np.ndarray]:
         """Return Q and the factor of scores in the layout of the decode kernel (`kernels_decode`).
 
-        With the returned Q, the backward pass sums each score in the same order as the decode
-        kernel did. The returned Q is empty if the decode kernel did not run the forward pass. Q is
-        also empty if kernels multiply bfloat16 pairs: rounding dS to bfloat16 costs far more
-        precision than another order of summation.
+        With this Q, the backward pass adds up each score in the decode kernel's order. The result's
+        Q is empty if the decode kernel did not run the forward pass. Q is also empty for bfloat16
+        pairs, where rounding dS costs far more precision than the order of a sum.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)
@@ -354,7 +353,7 @@ class _CpuPass:
         return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
-        """Record the trace, if requested, of a stage that NumPy runs on whole arrays."""
+        """Record the trace, if requested, of a stage that NumPy computes on entire arrays."""
         if name not in self._plan or not self.job.trace:
             return
         stage = self._plan[name]
@@ -380,7 +379,7 @@ def _is_one(p: Problem, direction: str) -> bool:
 
 
 def _one_query(p: Problem) -> bool:
-    """Return whether a problem has one query per head, and no offsets, functions or sinks."""
+    """Return whether a problem has one query per head and no offsets, functions or sinks."""
     return p.n_q == 1 and not p.cu_seqlens_q and not p.has_functions
 
 
@@ -392,8 +391,8 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 def _as_floats(flat: np.ndarray) -> np.ndarray:
     """Return a float32 view of an array of 16-bit numbers; return other arrays unchanged.
 
-    If the array has an odd number of elements, the last one lies past the end of the view, but
-    kernels, which do not check bounds, can read it.
+    If the number of elements is odd, the last one lies past the end of the view; kernels can read
+    it, since they check no bounds.
     """
     if flat.dtype.itemsize != 2:
         return flat
@@ -401,7 +400,7 @@ def _as_floats(flat: np.ndarray) -> np.ndarray:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return zeros aligned to a cache line (`writer.LINE`), unlike NumPy's `zeros`."""
+    """Return zeros aligned to a cache line (`writer.LINE`); NumPy's `zeros` may not be."""
     dtype, n = np.dtype(dtype), math.prod(shape)
     array = np.zeros(n + LINE, dtype)
     skip = -array.ctypes.data % LINE // dtype.itemsize

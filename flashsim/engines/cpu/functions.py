@@ -24,11 +24,10 @@ SCORE, DERIVATIVE, SUMMING = range(3)
 
 
 class Panels(NamedTuple):
-    """A problem's compiled score functions, and the arrays that these functions use.
+    """A problem's compiled score functions, and the arrays they use.
 
-    `calls` contains the functions' addresses, or 0 for a missing function. `table` contains the
-    addresses of captured arrays and of their gradients. `held` keeps functions and arrays in
-    memory.
+    `calls` holds the functions' addresses, or 0 for a missing function. `table` holds the addresses
+    of captured arrays and their gradients. `held` keeps functions and arrays in memory.
     """
 
     calls: np.ndarray
@@ -39,7 +38,7 @@ class Panels(NamedTuple):
 def panels(
     problem: Problem, arrays: tuple[np.ndarray, ...], gradients: dict[str, np.ndarray]
 ) -> Panels:
-    """Return the compiled score functions; they add captured arrays' gradients to `gradients`."""
+    """Return the compiled score functions, which add captured arrays' gradients to `gradients`."""
     graph, calls = problem.score_mod, np.zeros(3, np.int64)
     if graph is None:
         return Panels(calls, np.zeros(1, np.int64), ())
@@ -67,7 +66,7 @@ def _in_memory(array: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=128)
 def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any, Any]:
-    """Return a score function and its derivative, compiled as C callbacks."""
+    """Return a score function and the derivative of this function, compiled as C callbacks."""
     kind = getattr(types, real)
     signature = types.void(
         *(types.CPointer(kind), types.CPointer(kind)),
@@ -85,7 +84,7 @@ def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any,
 
 @intrinsic
 def as_pointer(context, address, kind):
-    """Convert an address (an integer) to a pointer to numbers of a type."""
+    """Convert an integer address to a pointer to numbers of a type."""
 
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -114,7 +113,7 @@ def call_panel(
     h,
     table,
 ):
-    """Call the function at `address` on S; the function's inputs are in `raw`, from `raw0` on."""
+    """Call the function at `address` on S; the inputs are in `raw`, from element `raw0` on."""
     numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
 
     def codegen(context, builder, signature, args):

@@ -38,7 +38,7 @@ def tiling(
     direction: str,
     suits: tuple[Tiling, ...],
 ) -> Tiling:
-    """Return the requested tiling, which must fit on chip, or by default a tiling that fits."""
+    """Return the requested tiling, if it fits on chip, or a default tiling that fits."""
     if requested is not None:
         requested.check(problem, device, algorithm, direction)
         return requested
@@ -49,7 +49,7 @@ def tiling(
 
 
 def thread_count(requested: Any, problem: Problem) -> int:
-    """Return the requested number of threads; by default, all CPUs, or 1 for a small pass."""
+    """Return the requested number of threads; the default is all CPUs, or 1 for a small pass."""
     if requested is None:
         p = problem
         scores = p.batch * p.heads * p.n_q * p.n_kv
@@ -65,11 +65,11 @@ def thread_count(requested: Any, problem: Problem) -> int:
 
 
 def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> registers.Cpu:
-    """Return the kernels' argument `cpu`, whose type selects the micro-kernel that Numba compiles.
+    """Return the kernels' argument `cpu`, whose type makes Numba compile a certain micro-kernel.
 
     With `one_query` per head, a bfloat16 micro-kernel is the default only if many heads share keys.
-    If few heads share keys, memory bandwidth limits the decode kernel, and a bfloat16 micro-kernel
-    is not faster.
+    With few heads per key, memory bandwidth limits decoding, and a bfloat16 micro-kernel is no
+    faster.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
@@ -92,7 +92,7 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
 
 
 def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
-    """Return the decode kernel's variant of `cpu`, with panels as wide as one register."""
+    """Return the decode kernel's variant of `cpu`, whose panels are one register wide."""
     panel = registers.narrow(cpu, dtype)
     tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
     if tiles and panel.width % SIDE:
@@ -105,11 +105,11 @@ def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
 
 
 def arithmetic_limits(problem: Problem, most: int) -> bool:
-    """Return whether arithmetic, rather than memory bandwidth, would limit the decode kernel.
+    """Return whether arithmetic, and not memory bandwidth, would limit the decode kernel.
 
-    Each element of K and V is multiplied once per query head that reads it. Softmax and other work
-    on one score costs as much as 96 columns of products. With more than `most` multiplications per
-    element, arithmetic takes longer than loading.
+    Each element of K and V is multiplied once per query head that reads it. For each score, softmax
+    and other work cost as much as 96 columns of products. Above `most` multiplications per element,
+    arithmetic takes longer than loading.
     """
     heads, d = problem.group, min(problem.head_dim, problem.head_dim_v)
     return heads * (d + 96) > most * d

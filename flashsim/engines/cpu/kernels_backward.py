@@ -1,4 +1,4 @@
-"""The CPU engine's backward kernels, which work like the forward kernel in `kernels_forward.py`."""
+"""The CPU engine's backward kernels, similar to the forward kernel in `kernels_forward.py`."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ from flashsim.schedule.schedule import MASKED
 
 @part
 def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns):
-    """Compute dK, dV and, if `fused`, dQ; each lane of a panel holds one key.
+    """Compute dK, dV and, if `fused`, dQ; each lane of a panel is one key.
 
-    For each visit (tile pair), a thread computes S = Q K^T, dP = dO V^T, dV^T += dO^T P and dK^T +=
+    In each visit (tile pair), a thread computes S = Q K^T, dP = dO V^T, dV^T += dO^T P and dK^T +=
     Q^T dS. If `fused`, the thread also adds dS K to the query tile's dQ in memory (``grads.dq``).
-    ``turns[head, row tile]`` counts the additions to dQ, and each thread waits for its turn, so
-    every sum has the same order for any number of threads. Threads cannot deadlock, because they
-    take and process key tiles in the order of the turns. A thread processes a run of neighbouring
-    key tiles together, so it reads Q, dO and dQ of a query tile from memory only once per run.
+    ``turns[head, row tile]`` counts the additions to dQ; threads wait for their turns, so every sum
+    has a fixed order. Threads cannot deadlock, because they process key tiles in the order of the
+    turns. A thread processes neighbouring key tiles together (a run), so it reads a query tile's Q,
+    dO and dQ from memory once per run.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most, padded = shape.heads // shape.kv_heads, tiles.longest, grads.dq_stride
@@ -228,11 +228,11 @@ def key_visit(
 
 @or_pairs(lambda cpu, S, inputs, key0, keys, h, shape, rules: None)
 def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
-    """Write the scores of a head's only query and `keys` keys to S[0], S[1] and so on.
+    """Write the scores of a head's single query and `keys` keys to S[0], S[1] and so on.
 
-    The terms of each score are added in the same order as in the forward pass (`decode`). In
-    another order of addition, the last bits of scores would change, and rows of P would not sum to
-    exactly 1. A component that all keys share cancels in dQ only if rows of P sum to 1.
+    Each score's terms are added in the same order as in the forward pass (`decode`). Another order
+    would change the scores' last bits, and rows of P would not sum to exactly 1. A component that
+    all keys share cancels in dQ only if rows of P sum to exactly 1.
     """
     d, ld = shape.d, whole_lines(shape.d)
     dots(
@@ -243,7 +243,7 @@ def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
 
 @part
 def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, counter):
-    """Wait for this thread's turn, and add the product dS K of one tile pair to dQ."""
+    """Wait for this thread's turn, and add one tile pair's product dS K to dQ."""
     dS, dS_left, part_dq = of_ds
     i, padded, ld = tiles.inner[at], grads.dq_stride, panels_of(cpu, shape.block_k) * cpu.width
     rows, n = tiles.other[i, 1] - tiles.other[i, 0], tiles.own[j, 1] - tiles.own[j, 0]
@@ -264,10 +264,9 @@ def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, co
 
 @part
 def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
-    """Compute dQ and the bias's gradient; each lane of a panel holds one query.
+    """Compute dQ and the bias's gradient; each lane of a panel is one query.
 
-    For each visit (tile pair) of a query tile, a thread computes S^T = K Q^T, dP^T = V dO^T and
-    dQ^T += K^T dS^T.
+    In each visit (tile pair), a thread computes S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most = shape.heads // shape.kv_heads, panels_of(cpu, shape.block_q) * w
@@ -366,8 +365,8 @@ def row_dot(a, a0, b, b0, n):
 def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter):
     """Compute delta = rowsum(dO o O) - dlse, the first stage of a backward pass.
 
-    `dlse`, the gradient of the LSE, may be empty. The derivative of the LSE by a score is that
-    score's P, so dS = P (dP - delta) includes the gradient of the LSE.
+    `dlse`, the gradient of the LSE, may be empty. The derivative of the LSE by a score is P, so dS
+    = P (dP - delta) includes the LSE's gradient.
     """
     dv, size = shape.dv, shape.block_q * shape.dv
     rooms = (

@@ -1,11 +1,10 @@
 """The decode kernel of the CPU engine, for one query per head, as in text generation.
 
-Memory bandwidth limits this kernel, so it processes all query heads that share a key head together,
-and reads K and V once, row by row in memory order (`micro_kernels.decode_gemv`). As in
-FlashDecoding, the keys of a head are split into parts, each with its own maximum, sum and output,
-so that several threads can work on one head. The thread that finishes a head's last part merges the
-parts. The number of parts depends only on the shape, so results do not depend on the number of
-threads.
+Memory bandwidth limits this kernel, so it processes all query heads of a key head together, and
+reads K and V once, in memory order (`micro_kernels.decode_gemv`). As in FlashDecoding, each head's
+keys are split into parts, so that several threads can work on one head. The thread that finishes a
+head's last part merges the parts. The number of parts depends only on the shape, so results do not
+depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ VISITS, WORK_TILES = 4, 64
 
 
 def parts_of(loops: int, visits: int) -> int:
-    """Return into how many parts each of `loops` key heads splits its `visits` key tiles."""
+    """Return the number of parts into which a key head's `visits` key tiles are split."""
     return max(1, min(visits // VISITS, -(-WORK_TILES // loops)))
 
 
 @part
 def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, counter):
-    """Run FlashAttention-2's Algorithm 1 for one query per head, and write flat out and lse.
+    """Run FlashAttention-2's Algorithm 1 for one query per head; write flat out and lse.
 
-    Before flattening, out has shape (heads, dv), and lse has shape (heads,). `parts` contains four
-    flat arrays: O of each part of the keys, (parts, heads, dv); m and l of each part, (parts,
-    heads) each; and the number of finished parts per key head, (loops,), initially 0.
+    Unflattened, out has shape (heads, dv), and lse has shape (heads,). `parts` holds four flat
+    arrays: O (parts, heads, dv), m and l (parts, heads) of each part of the keys, and the number of
+    finished parts per key head (loops,), initially 0.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w
@@ -64,7 +63,7 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
 
 @part
 def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, own):
-    """Process parts of the keys until none is left; a shared counter gives threads their parts."""
+    """Process parts of the keys until none is left; threads take parts by a shared counter."""
     state = borrow(own)  # the caller keeps the arrays alive
     (q, k, v, out, lse), (Q, O, m, l, _, _, floats, factor) = arrays, state
     sums, tops, totals, arrived = parts
@@ -118,7 +117,7 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
 
 @part
 def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
-    """Merge the key parts of heads h0 .. h0 + group - 1 in order, and write their out and lse."""
+    """Merge the key parts of heads h0 .. h0 + group - 1 in order, and write out and lse."""
     for h in range(h0, h0 + group):
         base, total, o = tops[h], totals.dtype.type(0), o0 + (h - h0) * dv
         for row in range(h, parts * heads, heads):
@@ -179,5 +178,5 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
 
 @part
 def padded(n):
-    """Return n rounded up to a multiple of 32, so that floats or bfloat16 pairs fill registers."""
+    """Return n rounded up to a multiple of 32, so that floats and pairs fill registers."""
     return (n + 2 * SIDE - 1) // (2 * SIDE) * (2 * SIDE)

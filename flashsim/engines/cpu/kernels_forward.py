@@ -1,9 +1,9 @@
-"""The forward kernel of the CPU engine: the code that each thread runs.
+"""The CPU engine's forward kernel: the code that each thread runs.
 
-Threads take work tiles (runs of neighbouring outer tiles, for a set of heads) from a shared counter
-until none is left. Results do not depend on which thread takes which work tile. The schedule's
-tables alone decide which tiles are visited, in which order, and with which masks. For a trace, a
-kernel writes down the size of every tile that it visits, and the module `notes` builds the trace.
+Threads take work tiles (runs of neighbouring outer tiles, for a set of heads) by a shared counter.
+Results do not depend on which thread takes which work tile. The schedule's tables determine which
+tiles are visited, in which order, and with which masks. For a trace, a kernel writes down each
+visited tile's size, and the module `notes` builds the trace.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ from flashsim.schedule.schedule import MASKED
 def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     """Run FlashAttention-2's Algorithm 1 with one query per lane: S^T = K Q^T, O^T += V^T P^T.
 
-    All arrays are flat; the function writes out and lse. Each thread keeps Q^T, O^T, m, l and alpha
-    of its query tiles, and one panel of S^T, which P^T overwrites. For 16-bit inputs, each thread
-    also keeps K and V of one or several (`slots_of`) key tiles, converted to operands of matrix
-    products. A thread processes a run of neighbouring query tiles together, so it reads a key
-    tile's K and V from memory once per run. Each query tile visits only the key tiles that the
-    schedule lists for it, in the schedule's order.
+    All arrays are flat; out and lse are written. Each thread keeps Q^T, O^T, m, l and alpha of its
+    query tiles, and a panel of S^T, which P^T overwrites. For 16-bit inputs, each thread also keeps
+    K and V of one or more (`slots_of`) key tiles as operands of matrix products. A thread processes
+    neighbouring query tiles together (a run), so it reads each key tile's K and V from memory once
+    per run. Each query tile visits only the key tiles in the schedule, in the schedule's order.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, lse.dtype, rules.rounding
     real, group = dtype.type, shape.heads // shape.kv_heads
@@ -150,10 +149,10 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
 @part
 def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, h):
-    """Process the given visits of a query tile, one panel of queries at a time.
+    """Process some visits of a query tile, one panel of queries at a time.
 
-    For each key tile, the function computes S = scale Q K^T, the softmax P of S, and O = alpha O +
-    P V. For each slot of K and V, `near` contains the number of the key tile in the slot.
+    For each key tile, this computes S = scale Q K^T, the softmax P of S, and O = alpha O + P V.
+    `near` holds the number of the key tile in each slot of K and V.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
@@ -192,10 +191,11 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
 
 @part
 def next_work_tile(tiles, counter):
-    """Take the next work tile; return its range of outer tiles and its range of heads.
+    """Take the next work tile; return a range of outer tiles, and a range of heads.
 
-    A range is two numbers, first and last + 1. The heads' numbers are positions in `tiles.sets`. An
-    empty range of outer tiles means that no work is left, or that the call was stopped.
+    A range consists of two numbers, first and last + 1. The heads' numbers are indices into
+    `tiles.sets`. An empty range of outer tiles means that no work is left, or that the call was
+    interrupted.
     """
     n_sets, number = tiles.set_ptr.size - 1, fetch_add(counter)
     if number >= len(tiles.runs) * n_sets or stopped(counter):
@@ -206,16 +206,16 @@ def next_work_tile(tiles, counter):
 
 @part
 def stopped(counter):
-    """Return whether the user interrupted the call, in which case its results are discarded."""
+    """Return whether the user interrupted the call, whose results are discarded."""
     return load_acquire(counter, STOP) != 0
 
 
 @part
 def next_tiles(tiles, at, then, begin, end, near):
-    """Write the numbers of a run's next key tiles to `near`, and return how many it wrote.
+    """Write the numbers of a run's next key tiles to `near`; return how many were written.
 
-    `at` contains the position of each query tile's next visit. `then` receives the position at
-    which each query tile continues after the key tiles in `near`.
+    `at` holds the position of each query tile's next visit. `then` receives each query tile's
+    position after the key tiles in `near`.
     """
     for i in range(end - begin):
         then[i] = at[i]

@@ -1,4 +1,4 @@
-"""Makes a trace from a kernel's notes: the sizes of the tiles that the kernel visited."""
+"""Builds a trace from a kernel's notes, the sizes of the tiles that it visited."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: Stage, schedule: Schedule, device: Device, steps: np.ndarray, visits: np.ndarray
 ) -> StageTrace:
-    """Return the trace of one stage, from the tile sizes that its kernel wrote down.
+    """Return the trace of one stage, from the tile sizes that the kernel wrote down.
 
-    `steps`, int64 (loops, T), contains the number of rows of each outer tile, or of columns if the
-    loop is KV-outer. `visits`, int64 (loops, members, n), contains rows * `NOTE` + columns for each
-    tile pair, or 0 if the kernel skipped the pair. `MemoryModelError` is raised if two heads did
-    not visit the same tiles.
+    `steps`, an int64 array (loops, T), holds the number of rows of each outer tile, or of columns
+    if the loop is KV-outer. `visits`, an int64 array (loops, members, n), holds rows * `NOTE` +
+    columns for each tile pair, or 0 for a skipped pair. `MemoryModelError` is raised if two heads
+    visited different tiles.
     """
     if (steps != steps[:1]).any() or (visits != visits[:1]).any():
         raise MemoryModelError(

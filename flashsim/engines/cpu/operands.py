@@ -1,11 +1,11 @@
 """Operands of matrix products: floats, or bfloat16 pairs if the CPU multiplies such pairs.
 
-Each function has a variant for floats and, in the package `bf16_dot`, a variant for pairs. The type
-of the argument `cpu` decides which variant is compiled, so a kernel's source exists only once.
-Kernels use float inputs in place; they convert 16-bit inputs to floats first, or pack them as pairs
-into whole tiles, padded with zeros. A left operand contains one scalar or pair for each row of the
-result and each term of the sum. A right operand contains a row of lanes for each term of the sum.
-`micro_kernels.plain` and `bf16_dot.operations` explain lanes and pairs.
+Each function has a variant for floats and a variant for pairs (in the package `bf16_dot`). The type
+of the argument `cpu` selects the variant, so a kernel's source exists only once. Float inputs are
+used in place; 16-bit inputs are first converted to floats, or packed as pairs into entire tiles,
+padded with zeros. A left operand holds one scalar or pair per row of the result and term of the
+sum. A right operand holds one row of lanes per term of the sum. `micro_kernels.plain` and
+`bf16_dot.operations` explain lanes and pairs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KEPT = 256
 
 
 class RowSums(NamedTuple):
-    """The running sums of a row tile: O, the softmax's m and l, and the last rescaling factor."""
+    """A row tile's running sums: O, the softmax's m and l, and the last rescaling factor."""
 
     O: np.ndarray
     m: np.ndarray
@@ -57,7 +57,7 @@ class RowSums(NamedTuple):
 
 
 def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
-    """Decorate a function: compiled code calls `of_pairs` instead if the CPU multiplies pairs."""
+    """Decorate a function; compiled code calls `of_pairs` instead if the CPU multiplies pairs."""
 
     def decorate(of_floats: Callable) -> Callable:
         def choose(cpu, *_):
@@ -74,31 +74,31 @@ def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
 
 @or_pairs(lambda cpu: 2)
 def per_term(cpu):
-    """Return how many numbers of an operand form one term of a sum: 1 for floats, 2 for pairs."""
+    """Return how many numbers make one term of a sum: 1 for floats, 2 for pairs."""
     return 1
 
 
 @or_pairs(lambda cpu: SIDE)
 def side(cpu):
-    """Return the multiple to which operands' rows and terms are padded; 1 for float operands."""
+    """Return the multiple to which an operand's rows and terms are padded (1 for floats)."""
     return 1
 
 
 @part
 def rows_of(cpu, n):
-    """Return n, the number of rows of a matrix product, rounded up to a multiple of `side`."""
+    """Return n rows of a matrix product, rounded up to a multiple of `side`."""
     return (n + side(cpu) - 1) // side(cpu) * side(cpu)
 
 
 @part
 def terms(cpu, n):
-    """Return the number of terms in a sum over n numbers, including the padding."""
+    """Return the number of terms in a sum over n numbers, with padding."""
     return rows_of(cpu, (n + per_term(cpu) - 1) // per_term(cpu))
 
 
 @part
 def whole(cpu, n):
-    """Return n rounded up, so that n numbers of an operand fill whole terms and whole AMX tiles."""
+    """Return n rounded up, so that n numbers fill entire terms and entire AMX tiles."""
     return terms(cpu, n) * per_term(cpu)
 
 
@@ -110,37 +110,37 @@ def aligned(cpu, first):
 
 @or_pairs(lambda cpu, keys: max(1, KEPT // (2 * pair_tiles_of(keys))))
 def slots_of(cpu, keys):
-    """Return how many key tiles, of `keys` keys each, share one matrix product P V."""
+    """Return how many key tiles (with `keys` keys each) share one matrix product P V."""
     return 1
 
 
 @or_pairs(lambda cpu, keys: min(2 * pair_tiles_of(keys), CHUNK))
 def chunk_of(cpu, keys):
-    """Return how many of a key tile's `keys` keys have their scores computed at the same time."""
+    """Return for how many of a key tile's `keys` keys scores are computed at the same time."""
     return keys
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, np.uint32))
 def operand_room(cpu, n, dtype):
-    """Allocate memory for right operands that have n terms in total."""
+    """Allocate memory for right operands with n terms in total."""
     return panel_array(n, dtype)
 
 
 @or_pairs(lambda cpu, rows, n, dtype, rounding: panel_array(rows * pair_tiles_of(n), np.uint32))
 def left_room(cpu, rows, n, dtype, rounding):
-    """Allocate a left operand with rows of n numbers; it is empty if inputs are floats."""
+    """Allocate a left operand with n numbers per row; for float inputs, it is empty."""
     return room_for(rows * n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype, rounding: panel_array(0, dtype))
 def wide_room(cpu, n, dtype, rounding):
-    """Allocate n floats, to convert 16-bit numbers to; the result is empty if kernels use pairs."""
+    """Allocate n floats for converted 16-bit numbers; for kernels with pairs, none."""
     return room_for(n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, dtype))
 def pairs_room(cpu, n, dtype):
-    """Allocate n elements for kernels that multiply bfloat16 pairs; empty for other kernels."""
+    """Allocate n elements for kernels that multiply bfloat16 pairs; for other kernels, none."""
     return panel_array(0, dtype)
 
 
@@ -151,7 +151,7 @@ def pairs_room(cpu, n, dtype):
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
     """Return n rows of X (.., d) as a left operand, for sums over d.
 
-    Pairs are written to `room` from row `first` on, and all of `room` is the returned operand.
+    Pairs are written to `room` from row `first` on, and the operand is all of `room`.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, d, 1)
@@ -159,10 +159,10 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 
 @or_pairs(packing.left_of_columns, HotPart)
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
-    """Return the columns of X as a left operand, for sums over its n rows.
+    """Return the columns of X as a left operand, for sums over X's n rows.
 
-    Pairs are written to `room`, whose rows have `row` terms. In each row, `block` terms are
-    written, from the term of number `first` on.
+    Pairs are written to `room`, whose rows have `row` terms. Each row gets `block` terms, from term
+    number `first` on.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, 1, d)
@@ -170,26 +170,26 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return the columns of X as a left operand; `left` already contains the rows of X."""
+    """Return the columns of X as a left operand; `left` already holds the rows of X."""
     return Left(left.array, left.start, left.step, left.row)
 
 
 @or_pairs(packing.right_of_rows, HotPart)
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Copy n rows of X to lanes of panels for sums over d; multiply floats by a factor per row."""
+    """Copy n rows of X to lanes of panels, for sums over d; multiply floats by a factor per row."""
     pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding)
 
 
 @or_pairs(packing.right_of_columns, HotPart)
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Copy columns of X to `stride` lanes for sums over n rows; multiply floats by a factor."""
+    """Copy columns of X to `stride` lanes, for sums over n rows; multiply floats by a factor."""
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     copy_rows(out, stride, array, start, n, d, factor)
 
 
 @or_pairs(packing.write_rows)
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write each lane of panels, times a factor, to a row of X; check for NaN and infinity."""
+    """Write lanes of panels to rows of X, each times a factor; check for NaN and infinity."""
     unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter)
 
 
@@ -198,7 +198,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part
 def set_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
-    """Compute C = A B with sums over n numbers; A starts at (r0, x0) of the left operand."""
+    """Compute C = A B with sums over n numbers; (r0, x0) is where A starts in the left operand."""
     a0 = left.start + r0 * left.row + x0 // per_term(cpu) * left.step
     product_set(
         *(cpu, C, c0, ldc, left.array, a0, left.row, left.step),
@@ -218,7 +218,7 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 
 @or_pairs(lambda cpu, S, s0, ld, rows, scale: scale_panel(cpu, S, s0, ld, rows, scale))
 def scale_scores(cpu, S, s0, ld, rows, scale):
-    """Multiply scores by ``scale[0]`` if operands are pairs; float operands were already scaled."""
+    """Multiply scores by ``scale[0]`` if operands are pairs; floats were scaled before."""
 
 
 @or_pairs(steps.right_of_panel)
@@ -236,7 +236,7 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 
 @or_pairs(steps.scaled)
 def scaled(cpu, S, rows, plain, scales):
-    """Return an array with the factor (the scale, or 1) by which the softmax multiplies scores."""
+    """Return an array with the factor (the scale, or 1) that the softmax applies to scores."""
     return rest(scales, 1)
 
 
@@ -245,9 +245,9 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
     """Turn a panel of scores into P, and compute O = alpha O + V^T P.
 
     The rows of V for the panel's keys start at row `key`. For pairs, P stays in memory until
-    `weigh` multiplies it by V. `waiting` is the range (first, last + 1) of the key pairs whose P is
-    kept, and the function returns the new range. If a lane's maximum has changed, or keys were
-    skipped, the kept P is multiplied by V first.
+    `weigh` multiplies it by V. `waiting` is the range (first, last + 1) of key pairs whose P is
+    kept; the function returns a new range. If a lane's maximum has changed, or keys were skipped,
+    the function first multiplies the kept P by V.
     """
     O, m, l, alpha = sums
     w = cpu.width
@@ -262,7 +262,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @or_pairs(steps.weigh)
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """Compute O += V^T P for the pairs of keys in `waiting`; if operands are floats, do nothing."""
+    """Compute O += V^T P for the key pairs in `waiting`; if operands are floats, do nothing."""
 
 
 # -- dQ -------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
 
 @or_pairs(steps.add_dq)
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scale, is_last, counter):
-    """Add one tile's dS K to dQ; the last addition also checks a float dQ for NaN and infinity."""
+    """Add one tile's dS K to dQ; the last addition checks a float dQ for NaN and infinity."""
     for x in range(0, padded, cpu.width):
         product_add(cpu, dq, to + x, padded, dS, 0, ld, 1, K, k0 + x, padded, rows, n)
     if is_last:

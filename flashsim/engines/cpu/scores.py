@@ -1,8 +1,7 @@
-"""Applies softcap, bias, score function and mask to a panel of scores, before the softmax.
+"""Applies softcap, bias, score function and mask to a panel of scores before the softmax.
 
-The lanes of a panel are either queries or keys. Three numbers are linear in a score's row and lane,
-so a start and two strides describe each: the score's index in the bias, its index in the mask's
-bits, and its distance from the diagonal.
+The lanes of a panel are either queries or keys. A start and two strides (per row and per lane) give
+each score's index in the bias, index in the mask's bits, and distance from the diagonal.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ class Rules(NamedTuple):
     """The scale, softcap, mask and bias that a problem applies to its scores.
 
     A band mask keeps score (q, k) if ``-left <= k - (q + offset) <= right``. `banded` says whether
-    the mask is only a band. If `banded` is false, MASKED tiles have mask bits of shape (rows of a
-    panel, keep_slots, lanes). In the mask bits, (batch, head) has slot ``batch * keep_batch + head
-    * keep_head``. The flat `bias` of (batch, head) starts at element ``batch * bias_batch + head *
-    bias_head``. Without a bias, `bias` is empty; without sinks, `sinks` (heads,) is empty; without
-    a softcap, `softcap` (1,) is 0. `rounding` is the type of 16-bit inputs, `float16.BFLOAT16` or
-    `FLOAT16`, or None for other inputs. `calls` contains the addresses of the score function and
-    its derivatives (see `functions`), or zeros without a score function. `captured` contains the
-    addresses of the arrays that score functions read or add to.
+    a band is the complete mask. If `banded` is false, MASKED tiles have mask bits of shape (rows of
+    a panel, keep_slots, lanes). The mask bits of (batch, head) are in slot ``batch * keep_batch +
+    head * keep_head``. In the flat array `bias`, the bias of (batch, head) starts at element
+    ``batch * bias_batch + head * bias_head``. Without a bias, `bias` is empty; without sinks,
+    `sinks` (heads,) is empty; without a softcap, `softcap` (1,) is 0. `rounding` is the type of
+    16-bit inputs (`float16.BFLOAT16` or `FLOAT16`), or None. `calls` holds the addresses of the
+    score function and its derivatives (see `functions`), or zeros. `captured` holds the addresses
+    of the arrays that score functions read or add to.
     """
 
     scale: float
@@ -50,13 +49,13 @@ class Rules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The positions of a panel's row 0, lane 0, and their strides per row and per lane.
+    """The positions of row 0, lane 0 of a panel, and their strides per row and per lane.
 
     `rel` is k - (q + offset), the distance from the diagonal. `bias` is an index into the bias, and
-    `keep` an index into the mask's bits, or -1 if the tile has no mask bits. `b`, `h`, `q` and `k`
-    are a score function's arguments. If lanes are queries, q increases by 1 per lane, and k by 1
-    per row; if lanes are keys, k increases per lane, and q per row. `edge` is an index into
-    `Tiles.edges`. Mask bits that are 0 occur only in rows `hide_first` to `hide_last` - 1.
+    `keep` an index into the mask's bits (-1 without mask bits). `b`, `h`, `q` and `k` are the score
+    function's arguments. If lanes are queries, q grows by 1 per lane and k by 1 per row; if lanes
+    are keys, k grows per lane and q per row. `edge` is an index into `Tiles.edges`. Only rows
+    `hide_first` to `hide_last` - 1 have mask bits that are 0.
     """
 
     rel: int
@@ -85,7 +84,7 @@ def is_plain(cpu, rules, masked, lanes):
 
 @part
 def visible_rows(rules, rel, rel_row, rows, lanes):
-    """Return the rows (first, last + 1) of a panel in which the band keeps any score."""
+    """Return the rows (first, last + 1) of a panel in which the band keeps a score."""
     if rel_row > 0:  # rows are keys
         return max(0, -rules.left - rel), min(rows, rules.right - rel + lanes)
     return max(0, rel - rules.right), min(rows, rel + lanes + rules.left)
@@ -93,7 +92,7 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 
 @part
 def kept_rows(tiles, position, rows):
-    """Return the rows (first, last + 1) of a panel in which mask bits, if any, keep any score."""
+    """Return the rows (first, last + 1) of a panel in which the mask bits, if any, keep a score."""
     if position.keep < 0:
         return 0, rows
     return tiles.edges[position.edge], tiles.edges[position.edge + 1]
@@ -101,10 +100,10 @@ def kept_rows(tiles, position, rows):
 
 @part
 def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, rows, lanes):
-    """Return the rows (first, last + 1) of a panel in which the mask keeps any score.
+    """Return the rows (first, last + 1) of a panel in which the mask keeps a score.
 
-    The first row is rounded down to a row at which an operand can begin. If the mask keeps no
-    score, the second number is at most the first. The arguments are those of `place_of`.
+    The first row is rounded down to a possible start of an operand. If the mask keeps no score, the
+    second number is at most the first. The arguments are those of `place_of`.
     """
     first, last = 0, rows
     if tiles.kind[v] == MASKED:
@@ -120,7 +119,7 @@ def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, row
 
 @part
 def only_if_hiding(rules, position, masked, first, last):
-    """Return whether the mask of a panel must be applied to rows first .. last - 1."""
+    """Return whether a panel's mask must be applied to rows first .. last - 1."""
     if rules.banded or not masked:
         return masked
     return position.keep >= 0 and max(first, position.hide_first) < min(last, position.hide_last)
@@ -136,9 +135,9 @@ def hides(rules, rel, rows, lanes):
 def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, position, masked, bits, gate, raw):
     """Apply softcap, bias, score function and mask to rows first .. last - 1 of a panel.
 
-    Lanes after the first `lanes` are padding, and are masked. The softcap's derivative, 1 - tanh^2,
-    is written to `gate`, and the inputs of the score function to `raw`. The arrays `gate` and `raw`
-    have the layout of S, or are None.
+    Lanes from `lanes` on are padding, and are masked. The softcap's derivative, 1 - tanh^2, goes to
+    `gate`, and the score function's inputs go to `raw`. `gate` and `raw` have the layout of S, or
+    are None.
     """
     if rules.softcap[0] > 0:
         x0 = s0 + first * ld
@@ -200,7 +199,7 @@ def call_function(rules, which, S, raw, s0, ld, first, last, lanes, position):
 
 @part
 def apply_derivative(rules, dS, raw, s0, ld, first, last, lanes, position, summing):
-    """Replace the gradients of a score function's results by the gradients of its inputs."""
+    """Replace the gradients of a score function's results by those of its inputs."""
     if rules.calls[SCORE] != 0:
         which = SUMMING if summing else DERIVATIVE
         call_function(rules, which, dS, raw, s0, ld, first, last, lanes, position)
@@ -225,12 +224,11 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, position):
 
 @part
 def place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, row0, panel):
-    """Return the `Place` (the positions) of a panel's scores, from the panel's row `row0` on.
+    """Return the `Place` (positions) of a panel's scores, from row `row0` of the panel on.
 
-    The panel is a part of the tile pair of visit v. `h` is the query head's number, counted over
-    the whole batch. With `q_lanes`, each lane of the panel is a query, each row is a key, and `own`
-    is a row tile. Without `q_lanes`, each lane is a key, each row is a query, and `own` is a column
-    tile.
+    The panel belongs to the tile pair of visit v. `h` is a query head's number in the batch. With
+    `q_lanes`, lanes are queries, rows are keys, and `own` is a row tile. Without `q_lanes`, lanes
+    are keys, rows are queries, and `own` is a column tile.
     """
     keep, n_kv, b, head = tiles.keep_at[v], shape.n_kv, h // shape.heads, h % shape.heads
     lane0, edge, hide_first, hide_last = panel * cpu.width, 0, 0, 0

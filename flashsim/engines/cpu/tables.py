@@ -1,4 +1,4 @@
-"""The named tuples of sizes, tables of tiles and arrays that compiled kernels receive."""
+"""The named tuples of sizes, tile tables and arrays that compiled kernels receive."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ class Shape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A schedule's tables, and the division of the schedule's tiles among threads.
+    """A schedule's tables, and the division of its tiles among threads.
 
-    The five columns of `own` (outer tiles) and `other` (inner tiles) are: start, stop, offset, stop
-    on the other axis, and start of the sequence. In CSR form, `ptr` and `inner` list the inner
-    tiles of each outer tile, and `kind` lists the kinds of these visits (tile pairs). `keep`
-    contains the mask bits of each visit, (rows, slots, columns). The bits of a visit start at index
-    `keep_at`, which is -1 if the visit has none. There is one slot if all batch entries and heads
-    have the same mask; otherwise, one for each different mask. For each panel and slot of a visit
-    with mask bits, `edges` contains four numbers, from index `edges_at` on. The numbers in `edges`
-    are two ranges (first, last + 1) of rows: those in which the mask keeps a score, and those in
-    which it hides one. `turn` fixes the order in which a row tile's visits add to dQ (see
-    `work_tiles.turns`).
+    `own` (outer tiles) and `other` (inner tiles) have five columns: start, stop, offset, stop on
+    the other axis, and start of the sequence. `ptr` and `inner` list the inner tiles of each outer
+    tile in CSR form, and `kind` has the kind of each of these visits (tile pairs). `keep` holds the
+    mask bits of each visit, (rows, slots, columns). A visit's bits start at index `keep_at`, or the
+    visit has none if `keep_at` is -1. If all batch entries and heads have the same mask, there is
+    one slot, and otherwise one per different mask. `edges` holds four numbers for each panel and
+    slot of a visit with mask bits, from index `edges_at` on. The numbers in `edges` are two ranges
+    of rows (first, last + 1): where the mask keeps a score, and where it hides one. `turn` fixes
+    the order in which a row tile's visits add to dQ (see `work_tiles.turns`).
 
     `runs` are neighbouring outer tiles, (first, last + 1), in the order in which threads take them;
-    the longest run has `longest` tiles. `set_ptr` and `sets` list the heads of each set, in CSR
-    form. One thread processes a work tile (a run and a set), because the heads of a set add to the
-    same memory. `descending` says whether a kernel processes inner tiles from the last to the
+    `longest` is the largest number of tiles in a run. `set_ptr` and `sets` list the heads of each
+    set in CSR form. One thread processes a work tile (a run and a set), because a set's heads add
+    to the same memory. `descending` says whether inner tiles are processed from the last to the
     first.
     """
 
@@ -66,14 +65,14 @@ class Tiles(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """Tile sizes for a trace: arrays `steps` (loops, outer tiles) and `visits` (heads, visits)."""
+    """Tile sizes for a trace: `steps` (loops, outer tiles) and `visits` (heads, visits)."""
 
     steps: np.ndarray
     visits: np.ndarray
 
 
 class BackwardInputs(NamedTuple):
-    """The flat arrays that backward kernels read; the LSE is 0 for rows that saw no key.
+    """The flat arrays that backward kernels read; the LSE is 0 for rows without a visible key.
 
     `along` and `factor` are the arrays that `_CpuPass.along` in `engine.py` returns.
     """
@@ -89,10 +88,10 @@ class BackwardInputs(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """The flat arrays that the kernels of a backward pass write.
+    """The flat arrays that a backward pass's kernels write.
 
-    `dbias` is empty without a bias. `dq_stride` is the length of one row of `dq`: head_dim, which
-    the fused pass rounds up to whole panels.
+    `dbias` is empty without a bias. `dq_stride` is the length of a row of `dq`: head_dim, which a
+    fused pass rounds up to full panels.
     """
 
     dq: np.ndarray

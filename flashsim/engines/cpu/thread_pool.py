@@ -1,9 +1,8 @@
-"""A pool of threads that persist between kernel calls; it controls on which CPUs threads wake.
+"""A pool of threads that outlive kernel calls, with control over the CPUs on which they wake.
 
-Linux often wakes a thread on its caller's CPU, and moves it to another CPU only a few milliseconds
-later, when a short kernel has already ended (docs/notebooks/cpu.md). So a caller first restricts
-sleeping threads to CPUs on which the caller does not run. A woken thread may use all CPUs again, so
-Linux can still move it.
+Linux often wakes a thread on the caller's CPU, and moves it only milliseconds later, when a short
+kernel has already ended (docs/notebooks/cpu.md). So a caller first restricts sleeping threads to
+other CPUs. A woken thread may use all CPUs again, so that Linux can move it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ HEARING = 0.2
 
 
 class PoolTask:
-    """A call that several threads make at once; a thread that wakes too late skips the call."""
+    """A call that several threads make at once; threads that wake too late skip it."""
 
     def __init__(self, call: Callable, args: tuple) -> None:
         self.call, self.args = call, args
@@ -29,7 +28,7 @@ class PoolTask:
         self.ended = SimpleQueue[BaseException | None]()
 
     def __call__(self) -> None:
-        """Make the task's call on the current thread."""
+        """Make the task's call on this thread."""
         with self.lock:
             if self.over:
                 return
@@ -49,7 +48,7 @@ class PoolTask:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until one thread has ended its call, or until Ctrl-C; raise that thread's error."""
+        """Wait until a thread has ended its call, or until Ctrl-C; raise that thread's error."""
         error: BaseException | None = None
         waiting = True
         while waiting:
@@ -68,7 +67,7 @@ class Worker:
         threading.Thread(target=self.work, name="flashsim", daemon=True).start()
 
     def work(self) -> None:
-        """Run tasks in an endless loop, each on the CPUs that the task's caller may use."""
+        """Run tasks in an endless loop, each on the CPUs that the caller of the task may use."""
         self.thread = threading.get_native_id()
         while True:
             task = self.tasks.get()
@@ -78,7 +77,7 @@ class Worker:
 
 
 class Pool:
-    """A pool of threads: callers take free threads, and the pool grows if it has too few."""
+    """A pool of threads from which callers take free ones, and which grows on demand."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -88,9 +87,9 @@ class Pool:
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
         """Run ``call(*args)`` on `threads` threads at the same time.
 
-        If `wait` is true, only workers make the call; otherwise, the caller's thread makes it too.
-        With `wait`, an interrupt (Ctrl-C) can end the caller's wait, while the threads continue
-        until their call ends.
+        Without `wait`, the caller's thread is one of these threads; with `wait`, only workers make
+        the call. With `wait`, Ctrl-C can end the caller's wait, while the threads continue to the
+        end of the call.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
@@ -108,7 +107,7 @@ class Pool:
                 self.free += taken
 
     def take(self, count: int) -> list[Worker]:
-        """Take `count` free workers from the pool; create more workers if there are too few."""
+        """Take `count` free workers from the pool, which creates workers if there are too few."""
         with self.lock:
             while len(self.free) < count:
                 self.free.append(Worker())
@@ -117,7 +116,7 @@ class Pool:
 
 
 def keep_off(workers: list[Worker]) -> None:
-    """Restrict sleeping workers to the caller's CPUs, except the CPU that the caller runs on."""
+    """Restrict sleeping workers to the caller's CPUs, except the one on which the caller runs."""
     if workers and hasattr(os, "sched_getaffinity"):
         cpus = frozenset(os.sched_getaffinity(0))
         for worker in workers:

@@ -47,11 +47,11 @@ _ALL: dict[str, Callable] = {
 
 
 def _entry(name: str, kernel: Callable, sources: str) -> Any:
-    """Return a kernel's compiled function, which is also cached on disk in files called `name`.
+    """Return a kernel's compiled function, which is cached on disk under the name `name`.
 
-    Numba notices edits only to the file that contains a cached function. So the function has a free
-    variable, `sources`, with a digest of all the kernels' source files. Numba includes free
-    variables in the cache's key.
+    Numba notices changes only in the file that contains a cached function. So the function has a
+    free variable, `sources`: a digest of all kernels' source files. Numba includes free variables
+    in the cache's key.
     """
 
     def entry(cpu, *args):
@@ -73,13 +73,13 @@ _KERNELS = {name: _entry(name, kernel, _SOURCES) for name, kernel in _ALL.items(
 
 
 def folder() -> Path | None:
-    """Return the folder in which compiled kernels are cached, or None if no folder is writable."""
+    """Return the folder for cached kernels, or None if no folder is writable."""
     kernel = _KERNELS["forward"]
     return Path(kernel._cache.cache_path) if kept(kernel) else None
 
 
 def compiled() -> dict[str, int]:
-    """Return how often this process compiled each kernel, without loads from the disk cache."""
+    """Return how often this process compiled each kernel, not counting the disk cache's loads."""
     return {name: sum(k.stats.cache_misses.values()) for name, k in _KERNELS.items()}
 
 
@@ -91,17 +91,17 @@ def available() -> int:
 
 
 def most() -> int:
-    """Return the largest number of threads that a caller can request."""
+    """Return the largest number of threads that a caller may request."""
     return max(available(), ALWAYS)
 
 
 def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = False) -> None:
-    """Run one kernel on `threads` threads; compile the kernel first if necessary.
+    """Run one kernel on `threads` threads, and compile the kernel first if necessary.
 
     Python handles an interrupt (Ctrl-C) only between Python instructions. So the calling thread of
-    a `long` kernel only waits for the threads that compute. When interrupted, the calling thread
-    stops the others through the argument `counter` (`kernels_forward.stopped`). When no work tiles
-    are left, the calling thread does not wait for threads that have not begun.
+    a `long` kernel only waits for computing threads. After an interrupt, the calling thread stops
+    the other threads through `counter` (`kernels_forward.stopped`). When no work tiles are left,
+    the calling thread does not wait for threads that never began.
     """
     call = partial(_call, _KERNELS[name])
     if threads == 1 and not long:
@@ -136,7 +136,7 @@ _COMPILED: set[tuple] = set()
 
 
 def _kind(x: Any) -> Any:
-    """Return the part of an argument's type on which compilation depends."""
+    """Return the part of an argument's type that affects compilation."""
     if isinstance(x, np.ndarray):
         return x.dtype
     return (type(x), *map(_kind, x)) if isinstance(x, tuple) else type(x)
@@ -153,10 +153,10 @@ def frozen(array: np.ndarray) -> np.ndarray:
 
 
 class _Notice(threading.local, Listener):
-    """Prints a message on a terminal if a kernel compiles for longer than `PATIENCE` seconds.
+    """Prints a message on a terminal when a compilation takes longer than `PATIENCE` seconds.
 
-    During compilation, Python's garbage collection is paused: it would free nothing, but would take
-    a tenth of the compilation time.
+    Python's garbage collection pauses during a compilation: it would free nothing, but take a tenth
+    of the time.
     """
 
     def on_start(self, event: Event) -> None:

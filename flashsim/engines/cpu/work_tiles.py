@@ -1,4 +1,4 @@
-"""Divides a stage into work tiles, each a run of neighbouring outer tiles for a set of heads."""
+"""Divides a stage into work tiles: runs of neighbouring outer tiles for a set of heads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ MASK_CHUNK = 1 << 25
 def tiles(
     schedule: Schedule, name: str, threads: int, lanes: int, *, one_query: bool = False
 ) -> Iterator[Tiles]:
-    """Yield a stage's tables: its tiles, and their division among threads.
+    """Yield a stage's tables: tiles, and their division among threads.
 
-    With a mask function, several `Tiles` are yielded, each with its own mask bits. Tables with mask
-    bits are not cached between calls, because the mask function's results may change. `lanes` is
-    the width of a panel. With `one_query` per head, all query heads that share a key head form one
-    work tile.
+    With a mask function, there are several `Tiles`, each with its own mask bits. Tables with mask
+    bits are not cached between calls, since the mask function's results may change. `lanes` is the
+    width of a panel. With `one_query` per head, a work tile is all query heads of a key head.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
         yield from _known(schedule, name, threads, lanes, one_query)
@@ -39,7 +38,7 @@ def tiles(
 
 
 def known(schedule: Schedule) -> Schedule:
-    """Return a recently used, equal schedule, whose tables can be reused, or `schedule` itself."""
+    """Return an equal, recently used schedule, whose tables can be reused, or `schedule` itself."""
     return _same(schedule) if schedule.problem.mask is None else schedule
 
 
@@ -77,7 +76,7 @@ def _tiles(
 
 
 def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tables of row tiles and column tiles, to which the sequences' starts are added."""
+    """Return the tables of row tiles and column tiles, with the sequences' starts added."""
     sequences = schedule.problem.sequences
     extended = []
     for table, starts, ends in (
@@ -90,7 +89,7 @@ def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
-    """Return how many outer tiles form a run for one thread; the number changes no result."""
+    """Return how many outer tiles form a run; this number does not change any result."""
     p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
     d, dv = p.head_dim, p.head_dim_v
     elements = {
@@ -105,7 +104,7 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return, in CSR form, sets of heads that add to the same bias gradient (a set per thread)."""
+    """Return sets of heads that add to the same bias gradient, in CSR form; each has one thread."""
     p = problem
     heads = p.heads if by_row else p.kv_heads
     numbers = np.arange(p.batch * heads).reshape(p.batch, heads)
@@ -122,11 +121,11 @@ def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, n
 def runs(
     schedule: Schedule, csr: Csr, fused: bool, together: int, *, spread: bool = False
 ) -> np.ndarray:
-    """Return runs of outer tiles, of about equal length, with up to `together` tiles each.
+    """Return runs of outer tiles of about equal length, with at most `together` tiles each.
 
-    In a fused backward pass, runs are in the order in which their tiles add to dQ; otherwise, runs
-    with the most visits come first. With `spread`, each tile of the last run becomes a run of its
-    own, so that threads finish at about the same time.
+    In a fused backward pass, runs have the order of additions to dQ; otherwise, runs with the most
+    visits come first. With `spread`, the last run is divided into single tiles, so that threads
+    finish at about the same time.
     """
     n = len(csr[0]) - 1
     count = -(-n // together)
@@ -142,10 +141,10 @@ def runs(
 
 
 def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
-    """Return for each visit a number, its turn, which fixes when it adds to its row tile's dQ.
+    """Return the turn of each visit, a number that fixes when the visit adds to a row tile's dQ.
 
-    A turn is minus the number of visits to the row tile that are left, including the visit itself.
-    Column tiles take turns in the order of the outer loop.
+    A turn is minus the number of remaining visits to the row tile, including this visit. The column
+    tiles' turns follow the outer loop.
     """
     row = csr[1]
     order = np.argsort(row, kind="stable")
@@ -159,7 +158,7 @@ def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
 
 
 def first_turns(schedule: Schedule) -> np.ndarray:
-    """Return the turn of the visit that adds first to dQ, for each head and row tile."""
+    """Return the turn of the first visit that adds to dQ, for each head and row tile."""
     p = schedule.problem
     counts = np.bincount(schedule.col_csr[1], minlength=schedule.t_r)
     return np.tile(-counts, p.batch * p.heads)
@@ -168,7 +167,7 @@ def first_turns(schedule: Schedule) -> np.ndarray:
 def _masks(
     schedule: Schedule, csr: Csr, order: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield groups of runs, with the mask bits and the edges of each group's MASKED visits."""
+    """Yield groups of runs with the mask bits and edges of each group's MASKED visits."""
     ptr, inner, kind = csr
     keep_at, edges_at = (np.full(len(inner), -1, np.int64) for _ in range(2))
     if schedule.problem.banded:
@@ -197,10 +196,10 @@ def _masks(
 def _bits(
     schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """For each visit in `at` that hides a score, yield its number, mask bits and `Tiles.edges`.
+    """For each visit in `at` that hides scores, yield its number, mask bits and `Tiles.edges`.
 
-    The bits have shape (columns, slots, rows) or, in a KV-outer loop, (rows, slots, columns), so
-    the bits of the lanes of one panel row are adjacent in memory.
+    The bits' shape is (columns, slots, rows) or, if KV-outer, (rows, slots, columns), so that the
+    lanes of a panel row are adjacent in memory.
     """
     kept = schedule.kept_tiles(i, j)
     kept = kept.reshape(len(at), -1, *kept.shape[3:])  # the slots
@@ -225,10 +224,10 @@ def _bits(
 
 
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each panel, the first row (axis 1) with a True, and the last such row plus 1.
+    """Return each panel's first row (axis 1) with a True, and the last such row plus 1.
 
-    If no row of a panel has a True, its two numbers are equal. Rows of `flags` after the first
-    `rows` are copies of the tile's last row.
+    The two numbers of a panel without a True are equal. In `flags`, rows from `rows` on are copies
+    of the tile's last row.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)

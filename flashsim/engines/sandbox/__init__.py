@@ -1,1 +1,1 @@
-"""The simulated machine that executes a user's own algorithm and counts every byte."""
+"""The simulated machine that runs a user's own algorithm and counts every byte."""

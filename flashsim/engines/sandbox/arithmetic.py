@@ -1,4 +1,4 @@
-"""The arithmetic operations that users can apply to tiles, and the FLOPs that each counts."""
+"""The arithmetic that users can apply to tiles, and the FLOPs of each operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated HBM of a user's algorithm: handles of tensors, and a record of what was stored."""
+"""The simulated HBM of a user's algorithm: tensor handles, and a record of stored parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIDES = {"queries": ROW, "keys": COL, "scores": TILE}
 
 
 class Remote:
-    """A handle of a tensor in HBM, with the tensor's name, shape and type, but not its numbers."""
+    """A handle of a tensor in HBM: the tensor's name, shape and type, but not its numbers."""
 
     __slots__ = ("dtype", "name", "shape")
 
@@ -31,7 +31,7 @@ class Remote:
 
     @property
     def width(self) -> int:
-        """Return the number of elements per row of the tensor, or 1 if the tensor is a vector."""
+        """Return the number of elements per row of the tensor (1 for a vector)."""
         return self.shape[1] if len(self.shape) > 1 else 1
 
     def __repr__(self) -> str:
@@ -69,8 +69,8 @@ class Remote:
 class OpenHbm:
     """The tensors of one run, as attributes: ``hbm.Q``, ``hbm.O`` and those that `new` allocates.
 
-    HBM contains `samples` sets of inputs side by side; bytes are counted for one set. `most` limits
-    the bytes of workspaces per set.
+    HBM holds `samples` sets of inputs side by side; bytes are counted for one set. `most` is the
+    largest number of bytes for workspaces per set.
     """
 
     def __init__(self, problem: Problem, samples: int = 1, most: int | None = None) -> None:
@@ -109,7 +109,7 @@ class OpenHbm:
         *,
         along: str = "queries",
     ) -> Remote:
-        """Allocate a workspace in HBM, and return its handle.
+        """Allocate a workspace in HBM, and return the handle of this workspace.
 
         Parameters
         ----------
@@ -150,7 +150,7 @@ class OpenHbm:
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Add a tensor (batch, heads, n[, width]) to HBM; unless `written`, it has no values."""
+        """Add a tensor (batch, heads, n[, width]) to HBM; unless `written`, it holds no values."""
         p = self._problem
         batch, heads, *sides = array.shape
         data = array.reshape(batch * p.kv_heads, heads // p.kv_heads, *sides)
@@ -182,7 +182,7 @@ class OpenHbm:
     # -- for the machine ------------------------------------------------------------------------
 
     def _behind(self, tensor: Remote) -> Tensor:
-        """Return the tensor with the numbers of a handle; raise for a handle of another HBM."""
+        """Return the tensor of a handle, with its numbers; raise for a handle of another HBM."""
         if self._remotes.get(tensor.name) is not tensor:
             raise MemoryModelError(
                 f"{tensor!r} belongs to another machine; use the tensors in machine.hbm of this "
@@ -191,7 +191,7 @@ class OpenHbm:
         return self._inside[tensor.name]
 
     def _require_writable(self, tensor: Remote) -> None:
-        """Raise an error if the tensor is an input, because inputs must not be written."""
+        """Raise an error if the tensor is an input, since inputs are read-only."""
         self._behind(tensor)
         if tensor.name not in self._written:
             outputs = ", ".join(self._written)
@@ -204,7 +204,7 @@ class OpenHbm:
     def _require_written(
         self, tensor: Remote, rows: slice, cols: slice, member: int | None
     ) -> None:
-        """Raise an error if an algorithm reads a part of a tensor that was never stored."""
+        """Raise an error if an algorithm reads a part of a tensor that it never stored."""
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
             raise MemoryModelError(
@@ -230,7 +230,7 @@ class OpenHbm:
         return part if inside.vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
-        """Return which rows of a result were stored: "all", "none", or a text of those missing."""
+        """Return which rows of a result were stored: "all", "none", or a text about the gaps."""
         written = self._written[name]
         if not written.any():
             return "none"
@@ -253,7 +253,7 @@ def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> Non
 
 
 def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
-    """Return the requested slices of rows and columns of a tensor, cut to the tensor's size."""
+    """Return the slices of rows and columns that a user requests, cut to the tensor's size."""
     if not isinstance(tensor, Remote):
         raise MemoryModelError(
             "sram.load, sram.store and sram.reduce take a tensor in HBM, such as machine.hbm.K, "

@@ -1,4 +1,4 @@
-"""For error messages, finds the line of the user's algorithm that is running."""
+"""Finds the line of the user's algorithm that is running, for error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPLAYED: ContextVar[int] = ContextVar("replayed", default=0)
 
 
 def line_at_work() -> int:
-    """Return the number of the user's line that is running, in any file, or 0 if there is none."""
+    """Return the number of the user's line that is running, or 0 if there is none."""
     if line := REPLAYED.get():
         return line
     frame: FrameType | None = sys._getframe(1)
@@ -30,12 +30,12 @@ def line_at_work() -> int:
 
 
 def at_work() -> str:
-    """Return, as text, which line of the user's code is running, such as "line 7"."""
+    """Return a text such as "line 7": the line of the user's code that is running."""
     return f"line {line_at_work() or '?'}"
 
 
 def deepest(trace: TracebackType | None) -> tuple[str, int] | None:
-    """Return the file and line number of the innermost call of the user's code in a traceback."""
+    """Return the file and line of the innermost call of the user's code in a traceback."""
     users_frame = None
     while trace is not None:
         code = trace.tb_frame.f_code

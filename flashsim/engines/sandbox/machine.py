@@ -38,8 +38,8 @@ class OpenMachine:
         The tensors: ``hbm.Q``, ``hbm.K``, ``hbm.V``, other inputs, and outputs. ``hbm.new``
         allocates a workspace.
 
-    The arguments `samples` and `most_hbm` are `samples` and `most` of `OpenHbm`. A step (one thread
-    block's work) may use `most` bytes of SRAM; the default is `device.sram_bytes`.
+    The arguments `samples` and `most_hbm` are passed to `OpenHbm`. A step (one thread block's work)
+    may use `most` bytes of SRAM, by default `device.sram_bytes`.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class OpenMachine:
         per: Per = "head",
         tiling: Tiling | None = None,
     ) -> Iterator[OpenSram]:
-        """Open a context for one stage, which is a kernel on a GPU, and yield an empty SRAM.
+        """Open a context for one stage (a kernel on a GPU), and yield an empty SRAM.
 
-        The steps of a stage have no tiles in common: only HBM passes data between them.
+        Steps of a stage share no tiles; only HBM passes data between them.
 
         Parameters
         ----------
@@ -124,18 +124,18 @@ class OpenMachine:
         self._stages.append(done)
 
     def row_tiles(self) -> list[slice]:
-        """Return the slices of rows of all query tiles, each of up to `tiling.block_q` queries."""
+        """Return the row slices of all query tiles, each of up to `tiling.block_q` queries."""
         return _cut(self._problem.n_q, self._tiling.block_q)
 
     def key_tiles(self) -> list[slice]:
-        """Return the slices of rows of all key tiles, each of up to `tiling.block_k` keys."""
+        """Return the row slices of all key tiles, each of up to `tiling.block_k` keys."""
         return _cut(self._problem.n_kv, self._tiling.block_k)
 
     def keep(self, rows: slice, cols: slice) -> np.ndarray | None:
-        """Return booleans (rows, cols) that say which scores of a tile the mask keeps.
+        """Return a boolean array (rows, cols) that says which scores of a tile the mask keeps.
 
-        The result is None if the mask keeps all scores of the tile. An algorithm need not visit a
-        tile that is fully masked. The mask depends only on positions, so reading it moves no bytes.
+        The result is None if the mask keeps all scores. An algorithm may skip a tile that is fully
+        masked. The mask depends only on positions, so reading it moves no bytes.
         """
         p = self._problem
         q, k = np.array(span(rows, p.n_q, "queries")), np.array(span(cols, p.n_kv, "keys"))

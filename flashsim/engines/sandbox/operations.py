@@ -16,7 +16,7 @@ from flashsim.errors import MemoryModelError, ShapeError
 
 
 class TileBase:
-    """Numbers in simulated SRAM (a `Room`), with leading axes for heads that users do not see."""
+    """Numbers in simulated SRAM (a `Room`); users do not see the leading axes for heads."""
 
     __slots__ = ("_lease", "_number", "_view")
 
@@ -46,7 +46,7 @@ class TileBase:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the tile or view for one head, in the accumulator type."""
+        """Return the bytes of the tile or view per head, in the accumulator type."""
         return self.size * self._view.itemsize
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class TileBase:
         return {"tile": self._number}
 
     def _rounded(self) -> None:
-        """If the tile was loaded from a narrower type, round it to that type after a write."""
+        """After a write, round the tile to the narrower type from which it was loaded, if any."""
         narrow = self._lease.room.narrow
         if narrow is not None:
             self._view[...] = self._view.astype(narrow).astype(self._view.dtype)
@@ -79,7 +79,7 @@ class TileBase:
 
 @taped("elementwise")
 def elementwise(ufunc: Any, inputs: Any, out: TileBase | None, where: Any) -> Any:
-    """Apply an elementwise operation; the result is a new tile, or `out`."""
+    """Apply an elementwise operation, and store the result in a new tile or in `out`."""
     tiles = [x for x in (*inputs, out, where) if isinstance(x, TileBase)]
     room = tiles[0]._alive()
     ndim = max(*(x.ndim for x in tiles), *(x.ndim for x in inputs if isinstance(x, np.ndarray)), 0)
@@ -117,7 +117,7 @@ def elementwise(ufunc: Any, inputs: Any, out: TileBase | None, where: Any) -> An
 
 @taped("product")
 def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -> Any:
-    """Compute a matrix product into a new tile or `out`; with `add`, add the product to `out`."""
+    """Store a matrix product in a new tile or in `out`, or add it to `out` with `add`."""
     for x in (a, b):
         if not isinstance(x, TileBase):
             outsider("@", x)
@@ -190,7 +190,7 @@ def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()
 
 @taped("where")
 def chosen(condition: Any, value: Any, other: Any) -> Any:
-    """Return the result of `np.where`, applied to tiles, numbers and boolean masks, as a tile."""
+    """Return the result of `np.where` on tiles, numbers and boolean masks, as a tile."""
     inputs = condition, value, other
     tiles = [x for x in inputs if isinstance(x, TileBase)]
     room = tiles[0]._alive()
@@ -211,7 +211,7 @@ def chosen(condition: Any, value: Any, other: Any) -> Any:
 
 
 def aligned(tile: TileBase, ndim: int) -> np.ndarray:
-    """Return a tile's numbers with `ndim` axes, plus the axes of heads, for broadcasting."""
+    """Return a tile's numbers with `ndim` axes, plus the axes for heads, for broadcasting."""
     view = tile._view
     lead, own = view.shape[:2], view.shape[2:]
     if len(own) >= ndim:
@@ -220,7 +220,7 @@ def aligned(tile: TileBase, ndim: int) -> np.ndarray:
 
 
 def _require_room(room: Room, *operands: Any) -> None:
-    """Raise `SramOverflow` before computing a result that does not fit in SRAM."""
+    """Raise `SramOverflow` before a result is computed that does not fit in SRAM."""
     arrays = [x for x in operands if isinstance(x, np.ndarray)]
     most = room.sram._most
     if math.prod(x.size for x in arrays) > most:  # else no result is larger
@@ -238,7 +238,7 @@ def _operand(what: str, x: Any, room: Room, ndim: int) -> Any:
 
 
 def held(tile: TileBase, room: Room) -> TileBase:
-    """Return the tile, after checking that it lies in the same stage's SRAM as `room`."""
+    """Return the tile, or raise if it is not in the SRAM of `room`'s stage."""
     if tile._alive().sram is not room.sram:
         raise MemoryModelError(
             f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it to HBM "
@@ -249,7 +249,7 @@ def held(tile: TileBase, room: Room) -> TileBase:
 
 
 def outsider(what: str, x: Any) -> Any:
-    """Return an operand that is not a tile; raise unless it is a number or a boolean mask."""
+    """Return an operand that is not a tile; raise if it is no number or boolean mask."""
     if isinstance(x, (bool, np.bool_)):
         return bool(x)
     if isinstance(x, (int, float, np.integer, np.floating)):
@@ -266,7 +266,7 @@ def outsider(what: str, x: Any) -> Any:
 
 
 def flags(part: Any) -> Any:
-    """Return one part of a tile's index; raise unless it is a slice, integer or boolean mask."""
+    """Return one part of a tile's index; raise if it is no slice, integer or boolean mask."""
     basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType, TileBase))
     if basic or (isinstance(part, np.ndarray) and part.dtype == bool):
         return part
@@ -280,7 +280,7 @@ def _own_type(view: np.ndarray, room: Room) -> np.ndarray:
 
 
 def unknown(name: str, method: str, how: Any) -> str:
-    """Return an error text that says which operation the machine lacks, and which ones it has."""
+    """Return an error text that names a missing operation, and the machine's operations."""
     what = name if method == "__call__" else f"{name}.{method}"
     extra = f" with {', '.join(how)}" if how else ""
     known = sorted({getattr(f, "__name__", "") for f in (*COSTS, *FUNCTIONS, np.matmul)})

@@ -1,8 +1,8 @@
 """Records a user's algorithm as a program without numbers, and replays it with any numbers.
 
-An algorithm cannot depend on the numbers in its tiles, so one run, on tiles that are all NaN,
-contains all the algorithm's instructions. `record` returns the instructions as text. `replay`
-performs the instructions on another machine, which checks each as if the algorithm itself ran.
+An algorithm cannot depend on its tiles' numbers, so one run on tiles that are all NaN contains all
+instructions. `record` returns the instructions as text. `replay` performs the instructions on
+another machine, which checks them as if the algorithm itself ran.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _UFUNCS = {ufunc.__name__: ufunc for ufunc in COSTS}
 
 
 class ProgramError(Exception):
-    """A text is no recorded program, or the program's replay takes too long."""
+    """A text is no recorded program, or a replay takes too long."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The data from which a machine is built: the problem, the sizes, and the tensors in HBM."""
+    """The data for a machine: the problem, the sizes, and the tensors in HBM."""
 
     problem: Problem
     tiling: Tiling
@@ -52,7 +52,7 @@ class Setting:
     def machine(
         self, arrays: Mapping[str, np.ndarray], *, samples: int = 1, most: int | None = MOST
     ) -> OpenMachine:
-        """Return a machine whose HBM contains `samples` sets of inputs, along the first axis."""
+        """Return a machine whose HBM holds `samples` sets of inputs along the first axis."""
         p = self.problem
         machine = OpenMachine(
             p, self.tiling, self.device, samples=samples, most=most, most_hbm=MOST_HBM
@@ -89,8 +89,8 @@ def replay(
 ) -> None:
     """Perform a recorded program on a machine, until a deadline of `time.monotonic`.
 
-    Error messages quote the algorithm's `name` and its file's lines, `source`. A refused
-    instruction raises `FlashSimError`; a text that is no program, or a passed deadline, raises
+    Error messages quote the `name` of the algorithm, and the lines of its file, `source`. A refused
+    instruction raises `FlashSimError`; an invalid program or a missed deadline raises
     `ProgramError`.
     """
     player, before = _Player(machine), REPLAYED.set(0)
@@ -117,14 +117,14 @@ def replay(
     except Exception as error:  # any other error means that no tape wrote the text
         raise ProgramError(
             "flashsim cannot replay the recorded program, because it is malformed "
-            f"({type(error).__name__}); let only flashsim's machine write it"
+            f"({type(error).__name__}); do not change recorded programs"
         ) from None
     finally:
         REPLAYED.reset(before)
 
 
 class _Player:
-    """Performs instructions on a machine; `tiles` contains the tiles that are still referred to."""
+    """Performs instructions on a machine; `tiles` holds the tiles that are still in use."""
 
     def __init__(self, machine: OpenMachine) -> None:
         self.machine = machine
@@ -137,8 +137,8 @@ class _Player:
         """Perform one instruction."""
         if len(text) > MOST_LINE:
             raise ProgramError(
-                f"an instruction of the recorded program has more than {MOST_LINE:,} characters; "
-                "let only flashsim's machine write it"
+                f"an instruction of the recorded program has more than {MOST_LINE:,} characters, "
+                "the limit of flashsim's machine; do not change recorded programs"
             )
         line, name, arguments, named = json.loads(text)
         REPLAYED.set(int(line))
@@ -164,7 +164,7 @@ class _Player:
                 self.made += 1
 
     def _value(self, encoded: Any) -> Any:
-        """Return an argument of an operation from its JSON value: the reverse of `tape._plain`."""
+        """Return an operation's argument from its JSON value, as the reverse of `tape._plain`."""
         if isinstance(encoded, list):
             return tuple(self._value(element) for element in encoded)
         if not isinstance(encoded, dict):
@@ -186,8 +186,8 @@ def _type(name: str) -> np.dtype:
     kind = numpy_dtype(name) if name in ("bfloat16", "float16") else np.dtype(name)
     if kind.kind not in "biuf" and name != "bfloat16":
         raise ProgramError(
-            f"the recorded program has a tile of type {name}, which no tile can have; let only "
-            "flashsim's machine write it"
+            f"the recorded program has a tile of type {name}, which flashsim's machine does not "
+            "support; do not change recorded programs"
         )
     return kind
 

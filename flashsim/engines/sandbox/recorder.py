@@ -1,8 +1,8 @@
-"""Runs a student's file and returns its result: a program, answers, or an error as text.
+"""Runs a student's file and returns a program, answers, or an error as text.
 
-``python -m flashsim.engines.sandbox.recorder`` runs the file in a separate process, restricted by
-the module `walls`. The separate process has no inputs, reference results, right answers or marks,
-so student code cannot find or change them.
+``python -m flashsim.engines.sandbox.recorder`` runs the file in a separate process that the module
+`walls` restricts. The separate process has no inputs, reference results, answers or marks, so a
+student's code cannot find or change them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Handed:
     """The result of running a student's solution.
 
     If the solution cannot be graded, `kind` and `words` say why. `program` contains the
-    instructions for `program.replay`. If the file has a dict ANSWERS, `answers` is that dict, with
-    text instead of values that are not integers. Without ANSWERS, `answers` is None.
+    instructions for `program.replay`. If the file has a dict ANSWERS, `answers` is this dict, in
+    which text replaces values that are not integers. Without ANSWERS, `answers` is None.
     """
 
     program: Iterable[str | bytes] = ()
@@ -42,7 +42,7 @@ class Handed:
 
 
 class Order(NamedTuple):
-    """A text to run as a Python file, which has a dict ANSWERS if `setting` is None."""
+    """The text of a Python file to run, which has a dict ANSWERS if `setting` is None."""
 
     text: str
     file: str
@@ -76,7 +76,7 @@ def from_text(text: str, file: str, setting: Setting | None) -> Handed:
 
 
 def from_function(solution: Callable[..., None], setting: Setting) -> Handed:
-    """Record a student's function, which takes the machine as its argument."""
+    """Record a student's function, which takes the machine as argument."""
     name = str(getattr(solution, "__name__", "solution"))[:60]
     try:
         return Handed(record(solution, name, setting), name=name)
@@ -97,7 +97,7 @@ def from_answers(mapping: Any) -> Handed:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return a word for the kind of an error, such as the rule of the machine that was broken."""
+    """Return a word for the kind of an error, such as the broken rule of the machine."""
     if isinstance(error, MemoryModelError):
         return error.kind
     kinds = {SramOverflow: "overflow", MemoryError: "memory", ShapeError: "shape"}
@@ -108,7 +108,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def of_error(error: BaseException) -> str:
-    """Return an error's message for a student: its text and, from its notes, the line."""
+    """Return an error's message for a student: the text and, from the notes, the line."""
     try:
         text = str(error)[:WORDS]
     except Exception:
@@ -123,10 +123,10 @@ def of_error(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Read an `Order` from the standard input, and write the result to the output.
+    """Read an `Order` from the standard input, and write the result to the standard output.
 
-    The first line of the output is the result as JSON; the program follows. The file's own prints
-    go to stderr.
+    The first line of the output is the result as JSON, and the program follows. The file's own
+    prints go to stderr.
     """
     from flashsim.engines.sandbox import walls  # not available in a browser
 

@@ -1,4 +1,4 @@
-"""On-chip memory in common to a tile and its views, and the lifetime of temporaries."""
+"""On-chip memory that a tile and its views share, and the lifetime of temporaries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flashsim.engines.sandbox.tape import Tape
 
 
 class Room:
-    """The SRAM bytes in which one tile and all its views lie.
+    """The SRAM bytes of a tile and all its views.
 
-    `gone` is "" while the memory is allocated; after that, it says where the memory was freed.
-    `narrow` is the type of the narrower tensor from which the tile was loaded, if any: the tile
-    takes only that type's bytes, and numbers written to it are rounded to that type.
+    `gone` is "" while the memory is allocated, and later says where it was freed. `narrow` is the
+    type of the narrower tensor from which the tile was loaded, if any: the tile takes that type's
+    bytes, and writes are rounded to that type.
     """
 
     __slots__ = ("data", "depth", "gone", "made", "name", "narrow", "nbytes", "sram", "temporary")
@@ -30,10 +30,10 @@ class Room:
 
 
 class Lease:
-    """A reference to a `Room`, which the tile and all its views hold.
+    """A reference to a `Room`, held by the tile and all its views.
 
     A temporary's bytes are freed when the tile and all its views are gone. `numbers` are the
-    numbers by which the `tape` refers to the tile and its views.
+    numbers that stand for the tile and its views in the `tape`.
     """
 
     __slots__ = ("numbers", "room", "tape")

@@ -73,7 +73,7 @@ def run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachin
 
 
 def located(error: FlashSimError, name: str, line: int, text: str) -> FlashSimError:
-    """Return a copy of an error, with the user's function, line number and line before its text."""
+    """Return a copy of an error that begins with the user's function, line number and line."""
     quoted = f", `{text.strip()}`" if text.strip() else ""  # unknown for code typed at a prompt
     told = type(error)(f"{name}, line {line}{quoted}: {error}")
     vars(told).update({key: value for key, value in vars(error).items() if key != "__notes__"})

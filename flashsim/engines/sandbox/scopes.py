@@ -39,9 +39,9 @@ class Scopes:
     @taped_scope("step")
     @contextmanager
     def step(self, outer: int | slice, member: int = 0) -> Iterator[None]:
-        """Open a step of the outer loop, the work of one thread block.
+        """Open a step of the outer loop: the work of one thread block.
 
-        The end of a step frees all tiles.
+        All tiles are freed at the end of a step.
 
         Parameters
         ----------
@@ -62,7 +62,7 @@ class Scopes:
     @taped_scope("strip")
     @contextmanager
     def strip(self) -> Iterator[None]:
-        """Open a scope inside a step or a visit; its end frees the tiles allocated inside."""
+        """Open a scope inside a step or a visit; tiles allocated in it are freed at its end."""
         with self._scope(self._here(), computes=False):
             yield
 
@@ -71,9 +71,9 @@ class Scopes:
     def visit(
         self, visit: Visit | slice, cols: slice | None = None, member: int = 0
     ) -> Iterator[None]:
-        """Open a visit, the work on one tile of scores.
+        """Open a visit: the work on one tile of scores.
 
-        The end of a visit frees the tiles allocated inside.
+        Tiles allocated in a visit are freed at its end.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Converts the slices of rows and columns that a user passes to tiles of a stage's grid."""
+"""Converts a user's slices of rows and columns to tiles of a stage's grid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashsim.schedule.schedule import Schedule
 
 
 def span(which: Any, size: int, what: str) -> range:
-    """Return the positions, below `size`, that the user's slice selects."""
+    """Return the positions below `size` that the user's slice selects."""
     if isinstance(which, slice):
         with suppress(TypeError, ValueError):  # e.g. ends that are no integers, or a step of 0
             return range(size)[which]
@@ -20,7 +20,7 @@ def span(which: Any, size: int, what: str) -> range:
 
 
 def tile_number(which: int | slice, side: str, schedule: Schedule, stage: str) -> int:
-    """Return the number of the tile, in the stage's grid, that contains these rows or keys."""
+    """Return the number of the tile that contains these rows or keys, in the stage's grid."""
     table = schedule.rows if side == "queries" else schedule.cols
     block = schedule.tiling.block_q if side == "queries" else schedule.tiling.block_k
     if isinstance(which, (int, np.integer)):

@@ -97,7 +97,7 @@ class OpenSram(Scopes):
 
     @taped("name")
     def name(self, name: str, tile: SramTile) -> SramTile:
-        """Name a temporary tile, which then stays until its scope ends, and return it."""
+        """Name a temporary tile, so that it stays until its scope ends, and return it."""
         room = tile._alive()
         if room.temporary:
             self._log(FREE, self._hbm._code(room.name), room.nbytes)
@@ -115,7 +115,7 @@ class OpenSram(Scopes):
         """Return the positions of queries or keys, such as 0 to 63, as a tile.
 
         With positions as tiles, a mask is, for example, ``S[rows > cols[:, None]] = 0``. The
-        positions are computed, not loaded, but the tile takes memory on chip.
+        positions are computed, not loaded, but the tile uses on-chip memory.
         """
         p = self._schedule.problem
         row = np.array(span(rows, max(p.n_q, p.n_kv), "positions"), self._compute)
@@ -124,9 +124,9 @@ class OpenSram(Scopes):
     def accumulate(
         self, into: SramTile, a: SramTile, b: SramTile, rescale: SramTile | None = None
     ) -> None:
-        """Add ``a @ b`` to the tile ``into`` as tensor cores do: the product takes no extra memory.
+        """Add ``a @ b`` to the tile ``into`` as tensor cores do, without memory for the product.
 
-        With `rescale`, which has one factor per row, ``into`` is first multiplied by these factors.
+        With `rescale` (one factor per row), ``into`` is first multiplied by these factors.
         """
         if rescale is not None:
             into *= rescale[..., None]
@@ -137,7 +137,7 @@ class OpenSram(Scopes):
         product(a, b, out=out)
 
     def rounded(self, name: str, tile: SramTile) -> SramTile:
-        """Round "P" or "dS" to the type in which products use it; return other tiles unchanged."""
+        """Round "P" or "dS" to the type that products use; return other tiles unchanged."""
         if name not in ("P", "dS"):
             return tile
         return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]
@@ -149,12 +149,12 @@ class OpenSram(Scopes):
         print(f"{tile!r}\n{tile._view[0, 0] if TAPE.get() is None else recording}")
 
     def _note(self, costs: np.ndarray) -> None:
-        """Add the cost of an operation to the innermost scope that is open and counts costs."""
+        """Add an operation's cost to the innermost open scope that counts costs."""
         if self._sums:
             self._sums[-1] += costs
 
     def _require_room(self, name: str, nbytes: int) -> None:
-        """Raise `SramOverflow` if a tile does not fit, before the computer allocates its memory."""
+        """Raise `SramOverflow` if a tile does not fit, before its memory is allocated."""
         if nbytes > self._most:
             self._lease(name, ALLOC, nbytes, np.zeros(0), temporary=False)
 
@@ -180,7 +180,7 @@ class OpenSram(Scopes):
         return Lease(room)
 
     def _give_back(self, room: Room, where: str) -> None:
-        """Free the SRAM of a tile (a `Room`), and overwrite the tile's numbers with NaN."""
+        """Free a tile's SRAM (a `Room`), and overwrite the numbers with NaN."""
         room.gone = where
         if room.data.flags.writeable:
             room.data.fill(np.nan if room.data.dtype != bool else False)
@@ -206,7 +206,7 @@ class OpenSram(Scopes):
     ) -> SramTile:
         """Copy a tile from HBM to SRAM, converted to the accumulator type.
 
-        In a stage with ``per="group"``, `member` selects the query head of the group.
+        In a stage with ``per="group"``, `member` is the number of the query head in the group.
         """
         self._here()
         rows, cols = part_of(tensor, rows, cols)
@@ -259,7 +259,7 @@ class OpenSram(Scopes):
         *,
         member: int | None = None,
     ) -> None:
-        """Add a tile to a tensor in HBM; on a GPU, this is an atomic operation in the L2 cache."""
+        """Add a tile to a tensor in HBM; a GPU does this atomically in the L2 cache."""
         rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
         self._hbm._require_written(tensor, rows, cols, member)
         inside = self._hbm._behind(tensor)
@@ -319,7 +319,7 @@ class OpenSram(Scopes):
             )
 
     def _done(self) -> StageTrace:
-        """End the stage after its loop, and return its events."""
+        """End the stage after the loop, and return the stage's events."""
         self._over = True
         for room in self._rooms:
             room.gone = "its stage ended"

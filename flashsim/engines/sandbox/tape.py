@@ -1,7 +1,7 @@
-"""Records an algorithm's calls to the machine, one instruction per call.
+"""Records an algorithm's calls to the machine, as one instruction per call.
 
-While `TAPE` holds a `Tape`, each successful call of an operation that `taped` or `taped_scope`
-marks is recorded with its line. Instructions refer to tiles by number, in the order of creation.
+While `TAPE` holds a `Tape`, each successful call of a `taped` or `taped_scope` operation is
+recorded with its line. Instructions refer to tiles by number, in the order of creation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 class Tape:
-    """The instructions of one algorithm, each a line of JSON: [line, name, arguments, keywords]."""
+    """An algorithm's instructions, each a line of JSON: [line, name, arguments, keywords]."""
 
     def __init__(self) -> None:
         self.instructions: list[str] = []
@@ -68,12 +68,12 @@ class Tape:
         self.instructions.append(text)
 
     def dropped(self, numbers: list[int]) -> None:
-        """Record that the algorithm holds no reference to these tiles any more."""
+        """Record that the algorithm no longer refers to these tiles."""
         self.instructions.append(json.dumps([line_at_work(), "drop", numbers, {}]))
 
 
 def taped(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate an operation of the machine, so that a tape records it under this name."""
+    """Decorate an operation of the machine, which a tape records under this name."""
 
     def mark(operation: Callable[P, R]) -> Callable[P, R]:
         OPERATIONS[name] = operation
@@ -93,7 +93,7 @@ def taped(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def taped_scope(
     name: str,
 ) -> Callable[[Callable[P, AbstractContextManager[R]]], Callable[P, AbstractContextManager[R]]]:
-    """Decorate a context manager of the machine, so that a tape records its start and its end."""
+    """Decorate a context manager of the machine, whose start and end a tape records."""
 
     def mark(
         scope: Callable[P, AbstractContextManager[R]],
@@ -120,7 +120,7 @@ def taped_scope(
 
 
 def _plain(value: Any) -> Any:
-    """Return an argument of an operation as a JSON value."""
+    """Return an operation's argument as a JSON value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":

@@ -1,10 +1,10 @@
 """`SramTile`: a tile of numbers in simulated SRAM.
 
 Each arithmetic operation on tiles creates a new tile, which takes memory. Numbers never leave the
-simulated chip: every way to copy them out (`np.asarray`, `float`, `list`, `tolist`, pickling ...)
-raises an error, and arrays from outside cannot be used. Using a tile after the end of its scope is
-also an error. Users do not see the leading axes for heads: a tile of 64 rows of 32 elements has the
-shape (64, 32), however many heads are simulated at once.
+simulated chip: copying them out (`np.asarray`, `float`, `list`, `tolist`, pickling ...) is an
+error, and so is the use of outside arrays. The use of a tile after the end of its scope is an
+error. Users do not see the axes for heads: a tile of 64 rows of 32 elements has the shape (64, 32),
+however many heads are simulated at once.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
 
     @taped("astype")
     def astype(self, dtype: Any) -> SramTile:
-        """Return a tile whose numbers are rounded to `dtype`, in the accumulator's type."""
+        """Return a tile of the accumulator type, whose numbers are rounded to `dtype`."""
         room = self._alive()
         rounded = self._view.astype(dtype).astype(room.sram._compute)
         room.sram._note(priced("", 0, self.nbytes, self.nbytes))

@@ -1,9 +1,9 @@
 """Restricts this process before it runs untrusted code.
 
-`limit` limits CPU time and memory. On Linux, `close` sets up Landlock, which prevents all writes
-and allows reading only Python and its packages, and a seccomp filter, which prevents new processes,
-signals and network access. A process can undo neither Landlock nor seccomp. A process that must
-start compilers and write caches calls `limit`, but not `close`.
+`limit` limits CPU time and memory. On Linux, `close` uses Landlock to prevent all writes, and all
+reads except of Python and its packages, and a seccomp filter to prevent new processes, signals and
+network access. A process can undo neither Landlock nor seccomp. A process that starts compilers and
+writes caches calls only `limit`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 def limit(*, seconds: float, memory: int | None = None) -> None:
     """Limit this process to `seconds` of CPU time, and to `memory` MiB beyond its current use.
 
-    On Windows, the function limits nothing; only Linux limits memory.
+    On Windows nothing is limited; memory is limited only on Linux.
     """
     if sys.platform == "win32":
         return
@@ -59,8 +59,8 @@ def limit(*, seconds: float, memory: int | None = None) -> None:
 def close() -> list[str]:
     """Block this process's access to files, other processes and the network.
 
-    Imports of Python's packages and writes to open files stay possible. The function returns the
-    names of the kinds of access that this system could block.
+    Imports of Python's packages, and writes to open files, stay possible. The function returns the
+    kinds of access that this system could block, by name.
     """
     if sys.platform == "win32":
         return []
@@ -87,7 +87,7 @@ def _lower(which: int, most: int) -> None:
 
 
 def _readable() -> list[str]:
-    """Return the paths of Python, its packages and the libraries that they load."""
+    """Return the paths of Python, its packages and the libraries that these load."""
     places = [sys.prefix, sys.base_prefix, str(Path(__file__).parents[2])]
     places += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     places += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"]

@@ -114,9 +114,9 @@ def sizes(
     direction: str = "forward",
     device: str | Device = "H200",
 ) -> BlockSizes:
-    """Return what each stage (kernel) of a pass costs with each tile size.
+    """Return the cost of each stage (kernel) of a pass with each tile size.
 
-    The result contains no stage without an inner loop, such as delta.
+    Stages without an inner loop, such as delta, are left out.
 
     Parameters
     ----------
@@ -154,10 +154,10 @@ def mixed(
 ) -> BlockSizes:
     """Return the costs of a backward pass whose stages have tiles of different sizes.
 
-    The argument `tilings` maps stages to tilings, such as ``{"dkdv": ..., "dq": ...}``.
+    `tilings` maps stages to tilings, such as ``{"dkdv": ..., "dq": ...}``.
 
-    Stages exchange only delta, one value per row. So the tile size of one stage does not change the
-    bytes that another stage moves.
+    Stages exchange only delta (one value per row), so a stage's tile size does not change the bytes
+    of the other stages.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Return each stage's predicted seconds with portable kernels, or {} if none can run."""
+    """Return each stage's predicted seconds with portable kernels; {} if they cannot run."""
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:

@@ -48,7 +48,7 @@ def _beyond_the_peak() -> Finding:
 
 
 def _blocks() -> Finding:
-    """Check the rule B = sqrt(M / c) for the side B of square tiles, at two element sizes c."""
+    """Check B = sqrt(M / c) for square tiles: side B, on-chip memory M, and two element sizes c."""
     side, printed = 128, (64, 45)
     ours = side, isqrt(side**2 // 2)
     quarter = isqrt(side**2 // 4), isqrt(side**2 // 8)

@@ -65,10 +65,10 @@ class Bench:
                 yield visit.cols
 
     def require_row(self, what: str, score: int, per_row: int = 0, per_tile: int = 0) -> None:
-        """Raise `SramOverflow`, which states the longest possible row, if a row tile does not fit.
+        """Raise `SramOverflow`, with the longest possible row, if a row tile does not fit.
 
-        On chip, each score takes `score` bytes, each row takes another `per_row` bytes, and the
-        whole tile another `per_tile` bytes. The message calls the rung `what`.
+        On chip, each score takes `score` bytes, each row another `per_row` bytes, and each tile
+        another `per_tile` bytes.
         """
         height = min(self.tiling.block_q, self.problem.n_q)
         need = height * (self.problem.n_kv * score + per_row) + per_tile

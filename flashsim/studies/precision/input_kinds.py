@@ -23,7 +23,7 @@ KINDS = {
 
 
 class Drawn(NamedTuple):
-    """Random inputs q, k, v and dout in float64, each (1, heads, n, head_dim)."""
+    """Random inputs q, k, v and dout in float64, each of shape (1, heads, n, head_dim)."""
 
     q: np.ndarray
     k: np.ndarray

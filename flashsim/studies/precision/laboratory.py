@@ -61,7 +61,7 @@ class LoweredPoint:
 @own_errors
 @dataclass(frozen=True, repr=False)
 class Laboratory(report.Tabled):
-    """The errors with each rounding point in turn lowered to the type `dtype`; prints as tables."""
+    """The errors with one rounding point at a time lowered to the type `dtype`; prints tables."""
 
     dtype: str
     algorithm: str
@@ -101,8 +101,8 @@ class Laboratory(report.Tabled):
     def tables(self) -> list[report.Table]:
         """Return up to two tables of errors: one compares lengths N, the other kinds of input.
 
-        The table of lengths uses the first kind of input, and the table of kinds the largest N. A
-        table that would compare only one length or one kind of input is left out.
+        The table of lengths has the first kind of input, and the table of input kinds has the
+        largest N.
         """
         first, longest = self.kinds[0], max(f.n for f in self.findings)
         result = []

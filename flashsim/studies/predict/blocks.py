@@ -20,12 +20,12 @@ def makespan(
     A block that shares its SM with k - 1 others takes ``k * work + latency``: the blocks share the
     SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs. When a
     block ends, the next block starts on the same SM. Head groups run one after another, and within
-    a head group the longest tiles start first. When no block is left to start, blocks that remain
-    on an SM become faster.
+    a head group the longest tiles start first. When no block is left to start, the remaining blocks
+    of an SM run faster.
 
-    `work` and `latency` are seconds per outer tile, in launch order. `walks` is how often the outer
-    tiles are all processed (for example once per head), and `clump` how often per head group. An SM
-    runs `together` blocks at the same time.
+    `work` and `latency` are seconds per outer tile, in launch order. `walks` is the number of loops
+    over all outer tiles (for example one per head), and `clump` the number of loops per head group.
+    `together` is the number of blocks that an SM runs at the same time.
     """
     items = len(work) * walks
     if not items:
@@ -51,10 +51,10 @@ def in_launches(
 ) -> tuple[float, float]:
     """Return when the last of several overlapping launches ends, and an SM's mean busy time (s).
 
-    As soon as no block of the current launch is left to start, an SM starts blocks of the next
-    launch. The blocks of a cluster start together, on SMs that become free at about the same time.
-    Each launch is (seconds per work tile, work tiles, SMs that share a work tile, work tiles that
-    run at the same time); `processors` is the number of SMs.
+    When all blocks of a launch have started, free SMs start blocks of the next launch. The blocks
+    of a cluster start together, on SMs that become free at about the same time. Each launch is a
+    tuple: seconds per work tile, number of work tiles, SMs per work tile, and work tiles that run
+    at the same time; `processors` is the number of SMs.
     """
     free = [0.0] * processors
     for seconds, items, cluster, places in launches:
@@ -65,8 +65,8 @@ def in_launches(
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
     """Return the time at which the last thread block on an SM ends.
 
-    The end times in `blocks` assume that `share` blocks always share the SM. Near the end of the
-    launch, fewer blocks share the SM, and so run faster; the function corrects for this.
+    The end times in `blocks` assume that `share` blocks always share the SM. Fewer blocks share the
+    SM near the end of the launch, so they run faster than `blocks` assumes.
     """
     if not blocks:
         return 0.0

@@ -1,4 +1,4 @@
-"""The constants of the time model, as `benchmarks/predict.py --fit` fitted them.
+"""The constants of the time model, fitted by `benchmarks/predict.py --fit`.
 
 The constants were fitted to times on one H200, of the shapes `CALIBRATION` in
 `benchmarks/time_shapes.py`. The constants of the Hopper kernels were also fitted to random shapes
@@ -21,9 +21,10 @@ class Constants(NamedTuple):
     """The fitted constants from which the time of one stage of a kernel family is predicted.
 
     A "share" is a fraction of the time that one hardware unit needs for a visit (one query tile
-    times one key tile; see `units.Work`). Other blocks on the SM wait during this fraction. A share
-    is near 1 if the unit bounds the kernel's time. A share is near 0 if other units work at the
-    same time. A share exceeds 1 if the kernel's warps wait for each other.
+    times one key tile; see `units.Work`). Other blocks on the SM wait during this share of the
+    time. A share is near 1 if the unit bounds the kernel's time. A share is near 0 if the unit
+    works at the same time as other units. A share exceeds 1 if the kernel's warps wait for each
+    other.
 
     Attributes
     ----------
@@ -69,11 +70,11 @@ class Constants(NamedTuple):
 class DecodeConstants(NamedTuple):
     """The constants of the decode kernel, in seconds except for `rate`, `hbm_share` and `scatter`.
 
-    A call takes the time `launch`. A thread block takes the time `item`, the time for its keys, and
-    `row` per element of its results. An SM streams at most `rate` bytes per second; all SMs
+    Each call adds the time `launch`. Each thread block adds the time `item`, the time for its keys,
+    and `row` per element of its results. An SM streams at most `rate` bytes per second; all SMs
     together stream at most `hbm_share` of HBM's nominal bandwidth. Merging the splits of the keys
-    takes `merge`, or `exchange` if the splits form a cluster. With a paged cache, reading the first
-    page numbers takes `table`, and each byte takes 1 + `scatter` / sqrt(bytes of a page's rows)
+    adds `merge`, or `exchange` if the splits form a cluster. With a paged cache, reading the first
+    page numbers adds `table`, and each byte takes 1 + `scatter` / sqrt(bytes of a page's rows)
     times as long.
     """
 

@@ -45,8 +45,8 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
 def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
     """Return a `Device` with measured rates, relative to an H200's rates, for `predict`.
 
-    The returned device has the name, the number of SMs and the capacities of `gpu`. `units` has the
-    measured rates, as `rates` takes them.
+    The returned device has the name, the number of SMs and the capacities of `gpu`. `units` is the
+    result of `flashsim.backends.cupy_gpu.units.measure`.
     """
     sheet, found = Device.get("H200"), rates(units)
     share = {name: value / H200[name] for name, value in found.items()}

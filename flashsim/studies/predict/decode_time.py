@@ -1,9 +1,9 @@
 """Predicts the time of the GPU kernel of `algorithm="flash-decode"`.
 
 In the model, a thread block waits for its first keys, processes its keys, and merges its warps'
-results. The keys take as long as an SM needs to stream them or the portable forward kernel to
-multiply them, whichever is longer. HBM's bandwidth limits all blocks together. If keys are split,
-either the last block of a sequence or a cluster on chip merges the results.
+results. The time for the keys is the larger of two times: streaming them to an SM, and multiplying
+them in the portable forward kernel. HBM's bandwidth limits all blocks together. If keys are split,
+the last block of each sequence, or a cluster on chip, merges the results.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.D
     """
     if splits == "fa3":
         raise OptionError(
-            "the GPU's decode kernel chooses the number of splits by a rule of its own; use "
-            "splits='auto' or an integer"
+            "the GPU's decode kernel does not support splits='fa3', so its time cannot be "
+            "predicted; use splits='auto' or an integer"
         )
     p, lengths = problem, (problem.n_kv,) * problem.batch
     for name in ("shared_prefix", "latent"):

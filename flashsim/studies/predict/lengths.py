@@ -144,7 +144,7 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
 def _figures(
     name: str, p: Problem, algorithm: str, direction: str, device: Device
 ) -> tuple[int, float, float | None]:
-    """Return a version's requested bytes, shortest possible ms, and predicted ms or None."""
+    """Return a version's requested bytes, shortest possible ms, and predicted ms (or None)."""
     found = None
     if name in KERNELS:
         try:

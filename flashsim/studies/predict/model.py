@@ -205,9 +205,9 @@ def _beside(
     """Return the time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
     The dQ kernel is launched while the kernel for dK and dV runs, and does not wait for that
-    kernel's results. So the dQ kernel's blocks start without a launch's latency, on SMs where no
-    block of the first kernel runs. A block's number determines its first work tile: while a block
-    waits for an SM, no other block can take that tile.
+    kernel's results. So the dQ kernel's blocks start on SMs that the first kernel leaves free,
+    without a launch's latency. A block's number determines its first work tile: while a block waits
+    for an SM, no other block can take that tile.
     """
     device, runs = traffic.device, []
     for one in passes:
@@ -303,7 +303,7 @@ def _prepare(
     tiling: Tiling | None,
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
-    """Return the kernels that `run` would launch for a pass, and the `Traffic` of the pass."""
+    """Return the kernels that `run` would launch for a pass, and the pass's `Traffic`."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
             f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
@@ -381,9 +381,9 @@ def stage_seconds(
 ) -> tuple[float, float, float, float]:
     """Return four predicted times of a stage (kernel), in seconds.
 
-    The four times are the whole time including the launch, the end of the last tile, the mean busy
-    time of an SM, and the time that HBM needs. The argument `works` is the result of `works_of`.
-    The constants `c` belong to the last launch, which has most of the work tiles.
+    The four times are the kernel's time with its launch, the end of the last tile, the mean busy
+    time of an SM, and HBM's time. `works` is the result of `works_of`. The constants `c` belong to
+    the last launch, because it has most of the work tiles.
     """
     device, work = traffic.device, works[-1]
     shared, waiting, grid, places = _blocks(one, work, traffic, c)
@@ -428,7 +428,7 @@ def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
 def _alike(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> list[tuple[float, int, int, int]]:
-    """Return the argument `launches` of `in_launches`; the work tiles take equally long."""
+    """Return the argument `launches` for `in_launches`, with work tiles of equal duration."""
     found = []
     for each, work in zip((*one.before, one), works, strict=True):
         shared, waiting, _, places = _blocks(each, work, traffic, c)
@@ -458,7 +458,7 @@ def _blocks(
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """Return a launch's time constants: the entry under the first of its names in `constants`."""
+    """Return a launch's time constants: those under the first of its names that `constants` has."""
     names = constants_names(one, traffic.problem)
     for name in names:
         if name in constants:
@@ -469,7 +469,7 @@ def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Consta
 
 
 def constants_names(one: KernelPass, problem: Problem) -> list[str]:
-    """Return a launch's possible names in `constants`: for its head width, then for any width."""
+    """Return a launch's names in `constants`: one for its head width, then one for any width."""
     named = constants_name(one, problem)
     without, _, width = named.rpartition(", ")
     return [named, without] if without == "forward" or width == "128" else [named]
@@ -519,6 +519,6 @@ def changeover(c: Constants, blocks: int, places: int) -> float:
 def _throttled(seconds: float, more: float) -> float:
     """Return the time of a kernel whose clock falls after `POWER_AFTER` seconds.
 
-    With the lower clock, each second of the kernel's time takes `more` additional seconds.
+    Each later second of the kernel takes 1 + `more` seconds, because of the lower clock.
     """
     return seconds + more * max(0.0, seconds - POWER_AFTER)

@@ -122,12 +122,12 @@ def spread(
     """Predict the time of attention over several GPUs, step by step.
 
     At each step, every rank begins to send, receive and compute at the same time. A transfer begins
-    when both of its ranks have begun the step. A rank begins the next step when its blocks are
-    computed and all data that it sends and receives has arrived. The model assumes that links reach
-    their nominal speed, and do not slow down kernels. Local attention takes the time that `predict`
-    returns; merging takes the time that HBM needs for its bytes. The model assumes the clock of
-    short kernels. It ignores that a power limit slows down many short kernels in sequence as much
-    as one long kernel.
+    when the sender and the receiver have begun the step. A rank begins the next step when its
+    blocks are computed and all data that it sends and receives has arrived. The model assumes that
+    links reach their nominal speed, and do not slow down kernels. Local attention takes the time
+    that `predict` returns; merging takes the time that HBM needs for its bytes. The model assumes
+    the high clock at which short kernels run. The model ignores that a power limit also slows down
+    a long series of short kernels.
 
     Parameters
     ----------
@@ -150,8 +150,8 @@ def spread(
     device = Device.get(device)
     if algorithm == DECODES:
         raise UnsupportedError(
-            f"{DECODES!r} can be timed only with a few queries, but each rank has many; use "
-            "algorithm='flash2'"
+            f"the time of {DECODES!r} can be predicted only for a few queries, but each rank has "
+            "many; use algorithm='flash2'"
         )
     if link is None and not device.link:
         raise OptionError(
@@ -225,7 +225,7 @@ def _time(nbytes: np.ndarray, link: Link) -> np.ndarray:
 def _run(
     account: Account, compute: np.ndarray, transfer: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the times at which each step begins on each rank, and at which it ends."""
+    """Return two arrays: when each step begins on each rank, and when it ends."""
     group = account.group
     start, end = np.zeros_like(compute), np.zeros_like(compute)
     now = np.zeros(group.ranks)

@@ -1,7 +1,7 @@
 """Predicts the time of standard attention, which writes S and P to memory and reads them again.
 
 The model assumes one kernel of a library for each stage of the algorithm "standard". One hardware
-unit bounds each kernel's time. Kernels compute masked scores too. No constant is fitted to
+unit bounds each kernel's time. The kernels compute masked scores too. No constant is fitted to
 attention. Products reach the fraction of the tensor cores' peak that one large product reaches; all
 other kernels reach the fraction of the bandwidth that a copy reaches. If all tensors of a stage fit
 in L2, the stage reads them from L2 and leaves its results in L2. A framework's implementation takes

@@ -132,9 +132,9 @@ def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, i
 def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]) -> int:
     """Return the bytes that a portable kernel's warps read from shared memory per visit.
 
-    The result is 0 if TMA loads the tiles: tensor cores then read shared memory without warps. For
-    each matrix product, every warp reads the visited tile for its own rows of the outer tile. In
-    KV-outer kernels, several warps may share the columns of a product (`FS_PARTS`).
+    The result is 0 if TMA loads the tiles: tensor cores read these tiles without the warps. In each
+    matrix product, every warp reads the complete inner tile. In KV-outer kernels, several warps may
+    share the columns of a product (`FS_PARTS`).
     """
     if one.kernel.boxes:  # the tensor cores read operands from shared memory without warps' loads
         return 0
@@ -183,7 +183,7 @@ def blocks_per_sm(one: KernelPass, device: Device) -> int:
 def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use:
     """Return the FLOPs, bytes and other quantities from which a launch's energy is computed.
 
-    The argument `units` has the seconds per unit of `StageTime.units`.
+    `units` has the seconds per hardware unit, as in `StageTime.units`.
     """
     p, device, tiling = traffic.problem, traffic.device, one.tables.schedule.tiling
     members = p.group if one.stage.per == "group" else 1
@@ -205,18 +205,18 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
 
 
 def bytes_again(one: KernelPass, traffic: Traffic) -> float:
-    """Return the bytes that a kernel reads from HBM again, because L2 did not keep them.
+    """Return the bytes that a kernel reads from HBM more than once, because L2 did not keep them.
 
-    Only fused kernels with grouped heads read bytes again, if a head group loops over more data (Q,
-    dO and dQ) than L2 holds. Only the data that exceeds L2's capacity is read again. The slower L2
-    model (`flashsim.l2`) differed by at most a seventh in the cases tried.
+    Only fused kernels with grouped heads read bytes more than once, if a head group's data (Q, dO
+    and dQ) exceeds L2. Only the data that exceeds L2's capacity is read more than once. In the
+    cases tried, the result differed from the slower L2 model's (`flashsim.l2`) by at most 1/7.
 
     If all blocks of a head group run at once and none waits for another, the long and the short
-    blocks of a head soon work on different query heads. Then each request for data that does not
-    fit in L2 goes to HBM, and each addition to such data reads and writes HBM.
+    blocks of a head soon work on different query heads. In this case, a request for data that does
+    not fit in L2 goes to HBM, and an addition to such data reads and writes HBM.
 
     If a head group has more blocks than SMs, or if its blocks are co-scheduled, the blocks of one
-    wave read each row tile together. Each later wave that visits the row tile reads it again.
+    wave read each row tile together. Each later wave that visits a row tile reads this tile again.
     """
     p, stage, tables = traffic.problem, one.stage, one.tables
     asked = {"load": 0, "reduce": 0}
@@ -243,8 +243,8 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
     """Return the number of waves of thread blocks that visit a row tile, averaged over row tiles.
 
-    Per head, a wave has as many consecutive outer tiles as there are SMs per head. A wave visits
-    all row tiles from its first to its last.
+    Per head, a wave has as many consecutive outer tiles as there are SMs per head. The count
+    assumes that a wave visits every row tile between the wave's first and last one.
     """
     tables = one.tables
     visited = tables.order[tables.visits[tables.order] > 0]
@@ -258,7 +258,7 @@ def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
-    """Return the bytes of a stage's tensors: once for each tensor read, once for each written."""
+    """Return the bytes of the tensors that a stage reads, plus those of the tensors it writes."""
     return sum(
         whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
         for name, op, tensor in traffic.transfers

@@ -67,8 +67,8 @@ def ring() -> list[Table]:
 
     The rate F is in FLOP/s and the bandwidth B in bytes per second. A block of c queries and keys
     has 4 d c^2 FLOPs, and its K and V have 4 d c bytes in half precision. So computing takes longer
-    than the transfer if c > F / B, whatever d is. The ratio F / B is computed from a run of ring
-    attention on four ranks.
+    than the transfer if c > F / B, for any d. The ratio F / B comes from a run of ring attention on
+    four ranks.
     """
     table = page(
         "Smallest block and sequence per device, in thousands of tokens",

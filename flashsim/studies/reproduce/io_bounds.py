@@ -16,7 +16,7 @@ from flashsim.studies.reproduce.page import line, page
 
 
 def bounds() -> list[Table]:
-    """Compare FlashAttention's HBM accesses, for several M, with N^2 d^2 / M and the lower bounds.
+    """Compare FlashAttention's HBM accesses with N^2 d^2 / M and lower bounds, for SRAM sizes M.
 
     The tile sizes follow line 1 of Algorithm 1: B_c = ceil(M / 4 d), B_r = min(B_c, d), with M in
     elements. A simulated run counts the accesses.

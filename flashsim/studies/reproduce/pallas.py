@@ -82,8 +82,8 @@ def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Tex
 
     In the forward pass, the products have 4 T^2 d FLOPs, and the softmax 5 T^2. In the backward
     pass, the products have 8 T^2 d FLOPs (naive), 14 T^2 d (two kernels) or 10 T^2 d (one kernel).
-    The tensors q, k, v and out are transferred once, in the backward pass also the gradients. The
-    naive kernel also transfers P; the others transfer one float32 logsumexp per row.
+    Each of q, k, v and out is transferred once, and so is each gradient in the backward pass. The
+    naive kernel also transfers P; kernels without P in HBM transfer one float32 logsumexp per row.
     """
     problem, algorithm = Problem(n, head_dim=WIDTH, dtype=dtype), KERNELS[kernel]
     counted = traffic.count_schedule(problem, TILING, algorithm, direction, _ROOMY)
@@ -99,7 +99,7 @@ def pallas() -> list[Table]:
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """Return (direction, kernel, length, index of the length) for the write-up's 36 intensities."""
+    """Return (direction, kernel, length, the length's index) for the write-up's 36 intensities."""
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 

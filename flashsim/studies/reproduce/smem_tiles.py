@@ -54,7 +54,8 @@ def fa2_backward(
 ) -> int:
     """Return the shared memory in bytes for the tiles of FlashAttention-2's backward pass.
 
-    Shared memory holds tiles of dO, K, V, P and dS, and one (`one_q`) or two tiles of Q.
+    Shared memory holds one tile each of dO, K, V, P and dS, and two tiles of Q (one if `one_q` is
+    true).
     """
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d
@@ -62,6 +63,6 @@ def fa2_backward(
 
 
 def fa3_widest(d: int, block_q: int, *, p_in_smem: bool = False) -> int:
-    """Return the widest key block with which Q, and two tiles each of K and V, fit on chip."""
+    """Return the widest key block with which Q, two K tiles and two V tiles fit on chip."""
     per_key = ITEM * (2 * 2 * d + (block_q if p_in_smem else 0))
     return (Device.get("H100").sram_bytes - ITEM * block_q * d) // per_key // 16 * 16

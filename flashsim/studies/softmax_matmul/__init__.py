@@ -1,6 +1,7 @@
 """Computes softmax(X) V without storing softmax(X): a first exercise on FlashAttention.
 
-X (batch, d1, d2) contains scores, and V (batch, d2, d3) values. The softmax is computed along d2.
+X of shape (batch, d1, d2) contains scores, and V of shape (batch, d2, d3) values. The softmax is
+computed along d2.
 
 >>> import numpy as np
 >>> from flashsim import softmax_matmul

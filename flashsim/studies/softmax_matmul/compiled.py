@@ -14,7 +14,7 @@ from flashsim.l2.compiled import keep
 
 
 def forward(x: np.ndarray, v: np.ndarray, block_1: int, block_2: int) -> np.ndarray:
-    """Return softmax(X) V, (batch, d1, d3), in float32, computed by one thread per core."""
+    """Return softmax(X) V, a float32 array of shape (batch, d1, d3), using one thread per core."""
     x, v = np.ascontiguousarray(x), np.ascontiguousarray(v)
     out = np.empty((*x.shape[:2], v.shape[2]), np.float32)
     tiles = x.shape[0] * -(-x.shape[1] // block_1)

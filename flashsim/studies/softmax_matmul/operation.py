@@ -91,8 +91,7 @@ def run(
 ) -> SoftmaxProduct:
     """Compute softmax(X) V in one pass over X, without storing P in HBM.
 
-    The function uses an online softmax along d2, as FlashAttention-2 does. A row of X that has only
-    -inf has the result NaN.
+    The softmax is computed online along d2. A row of X with only -inf gives NaN.
 
     Parameters
     ----------
@@ -221,5 +220,5 @@ def _problem(shape: tuple[int, ...]) -> Problem:
 
 
 def _of_all(moved: Mapping[tuple[str, str], int], batch: int) -> dict[tuple[str, str], int]:
-    """Return the batch's bytes, computed from one matrix's bytes; rename the ladder's S to X."""
+    """Return a batch's bytes, computed from those of one matrix; rename the ladder's S to X."""
     return {(op, _NAMES[tensor]): n * batch for (op, tensor), n in moved.items()}

@@ -47,7 +47,7 @@ class Difference:
 
 
 def read(text: str) -> list[Difference]:
-    """Return the table rows that have a prediction; raise a `TraceError` for any other text."""
+    """Return the table rows with a prediction; raise a `TraceError` if a column is missing."""
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if missing:

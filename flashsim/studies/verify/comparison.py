@@ -38,7 +38,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured divided by predicted value, or None if no prediction exists or it is zero."""
+        """The measured value divided by the predicted one; None if this is missing or zero."""
         return self.measured / self.predicted if self.predicted else None
 
 
@@ -145,9 +145,9 @@ def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, fl
     """Return the measured quantities of a stage (kernel), averaged over its launches.
 
     The quantity "requested read" has the bytes that arrive at the SMs, without reloads of spilled
-    registers. If `with_l1` is true, the quantity also has the bytes that hit in L1. Two kinds of
-    kernels have no L1 prediction: kernels that work row by row (which request each sector twice),
-    and kernels written in Python.
+    registers. If `with_l1` is true, "requested read" includes the bytes that hit in L1. Two kinds
+    of kernels have no L1 prediction: kernels that work row by row (which request each sector
+    twice), and kernels written in Python.
     """
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
@@ -193,7 +193,7 @@ def _predicted(
 
 
 class _Dram:
-    """Predicts the DRAM bytes of a pass's stages; equal launches are replayed only once."""
+    """Predicts the DRAM bytes of a pass's stages; equal launches run through the L2 model once."""
 
     def __init__(self, traffic: Traffic, l2: L2Model) -> None:
         self.traffic, self.l2 = _filled(traffic), l2
@@ -230,11 +230,12 @@ def _filled(traffic: Traffic) -> Traffic:
 
 
 def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool, int]:
-    """Return how a Hopper kernel assigns its work tiles to thread blocks, as three values.
+    """Return three values: how a Hopper kernel assigns its work tiles to thread blocks.
 
-    The values are the heads per group, whether the kernel co-schedules these heads, and the blocks
-    that share a work tile (1 if the launches of a pass differ in this). The Hopper kernels written
-    in Python never co-schedule heads, but the prediction for the C++ kernels is used for them too.
+    The values are the heads per group, whether these heads are co-scheduled, and the blocks that
+    share a work tile (1 if the launches of a pass differ in this number). The Hopper kernels
+    written in Python never co-schedule heads, but the prediction for the C++ kernels is used for
+    them too.
     """
     tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
     how = HOPPER.hand_out(stage, tables, Gpu.like(traffic.device))

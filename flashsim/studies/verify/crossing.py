@@ -59,13 +59,13 @@ class SharedItems(NamedTuple):
 def shares(
     traffic: Traffic, stage: plans.Stage, *, in_turns: bool = False, python: bool = False
 ) -> tuple[SharedItems, ...]:
-    """Return how the thread blocks of a Hopper kernel share key tiles, one entry per launch.
+    """Return how the thread blocks of each launch of a Hopper kernel share key tiles.
 
-    The result is empty for a Q-outer stage. A kernel may compute the dQ of a visit (inner-loop
-    iteration) in the next visit. A block of such a kernel computes one dQ product too many per work
-    tile, and discards the first. In the C++ kernels, a block without visits also computes one dQ
-    product. `in_turns` is true if the kernel adds to dQ in a fixed order, and `python` for the
-    kernels written in Python.
+    The result is empty for a Q-outer stage. A kernel may compute the dQ of one visit (inner-loop
+    iteration) during the next visit. A block of such a kernel computes and discards one extra dQ
+    product per work tile. In the C++ kernels, a block without visits computes an extra dQ product
+    too. `in_turns` is true for kernels that add to dQ in a fixed order, and `python` for kernels
+    written in Python.
     """
     if stage.outer != "keys":
         return ()
@@ -92,7 +92,7 @@ def crossing(
 ) -> int:
     """Return how many bytes a stage's kernel moves between L2 and the SMs by one operation.
 
-    `launches` is the result of `shares`; by default, each outer tile has one block. If `with_l1` is
+    `launches` is the result of `shares`; without it, each outer tile has one block. If `with_l1` is
     true, sectors that the SM reads from L1 count too.
     """
     p, total = traffic.problem, 0
@@ -168,7 +168,7 @@ def _statistics(
     eight, most heads begin in the middle of a sector. In a KV-outer loop, a warp reads the values
     of 32 rows at a time. If two such reads touch the same sector, the second one hits in L1, so
     only `with_l1` counts it. Hopper's dQ kernel reads the values of eight rows at a time and
-    bypasses L1. If the tiles have 64 rows, each of the kernel's two warpgroups reads all values.
+    bypasses L1. If the tiles have 64 rows, each of the dQ kernel's two warpgroups reads all values.
     """
     p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
     past_l1 = hopper and stage.name == "dq"
@@ -206,11 +206,11 @@ def table_reads(
     launches: Sequence[SharedItems] = (),
     warps: int = 1,
 ) -> int:
-    """Return the bytes that thread blocks read from the tables which list work tiles and visits.
+    """Return the bytes that thread blocks read from the tables of work tiles and visits.
 
-    The visits of each work tile must be contiguous. For each work tile, each of `warps` warps reads
-    two sectors: one with the number of the outer tile, one with its visits. If a Hopper kernel has
-    more work tiles than SMs, a block also reads one sector for the number of its next work tile.
+    The visits of each work tile must be contiguous. Per work tile, each of `warps` warps reads two
+    sectors: one with the outer tile's number, one with the visits. If a Hopper kernel has more work
+    tiles than SMs, a block reads one more sector for each next work tile.
     """
     schedule = traffic.schedule(stage)
     spans = schedule.col_spans if stage.outer == "keys" else schedule.row_spans
@@ -226,12 +226,12 @@ def table_reads(
 
 
 def _split_sectors(width: int) -> int:
-    """Return how many half-sectors a tensor row needs in addition to 4 sectors in each TMA box.
+    """Return how many half-sectors a tensor row needs beyond 4 sectors per TMA box.
 
-    The result is a mean over two neighbouring rows: one begins at a sector's start, the other in a
-    sector's middle. If the tensor's row ends in the middle of a sector, the last non-empty box has
-    a fifth sector. All boxes before the last one have a fifth sector only in rows that begin in the
-    middle of a sector.
+    The result is a mean over two neighbouring rows: one begins at the start of a sector, the next
+    in the middle of one. If the tensor's row ends in the middle of a sector, the last non-empty box
+    has a fifth sector. All boxes before the last one have a fifth sector only in rows that begin in
+    the middle of a sector.
     """
     return width // (4 * SECTOR) + 2 if width % SECTOR else 0
 
@@ -239,7 +239,7 @@ def _split_sectors(width: int) -> int:
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
     """Return the number of rows in all TMA boxes of a tensor that a stage loads, over all heads.
 
-    Tiles that the sequence's end cuts off count as whole tiles.
+    Tiles that the sequence's end cuts off count with all their rows.
     """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     walks, _ = plans.heads_of(stage, p)
@@ -264,8 +264,8 @@ def tensor_flops(
     """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
 
     Tiles that are masked in part, or cut off at an edge, count as whole tiles. The Hopper backward
-    kernels written in Python multiply whole chunks of 64 columns. The dQ products that kernels
-    compute and discard also count.
+    kernels written in Python multiply whole chunks of 64 columns. The FLOPs of dQ products that
+    kernels discard count too.
     """
     p, tiling = traffic.problem, traffic.tiling
     (d, dv), beyond = padded_dims(p), 0

@@ -74,7 +74,7 @@ def record(cases: Sequence[Case]) -> Record:
     """Measure all cases on this machine's GPU, and return the measurements.
 
     One process runs kernels that count their bytes, and another process runs under Nsight Compute.
-    Predictions for a case that names no device are for this machine's GPU.
+    For cases that name no device, predictions are for this machine's GPU.
 
     Raises
     ------
@@ -124,15 +124,15 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     left = next(launches, None)
     if left is not None:
         raise TraceError(
-            f"the table has more launches than these cases make; the first of them is launch "
-            f"{left.number} ({left.kernel}); pass the same options as for the run that was measured"
+            f"the table has more kernel launches than flashsim predicts; launch {left.number} "
+            f"({left.kernel}) is the first additional one; pass the options of the measured run"
         )
     return found
 
 
 @own_errors
 def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
-    """Assign measured launches to stages by kernel name. All launches must have one shape.
+    """Assign measured launches to stages by kernel name. All launches must have one problem shape.
 
     Raises
     ------
@@ -160,8 +160,7 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
     """Combine successive launches of Hopper's KV-outer kernel into one, with summed counters.
 
-    Successive launches belong to one pass (`KernelPass.before`), as other kernels run between
-    passes.
+    Launches without another kernel between them belong to one pass (`KernelPass.before`).
     """
     found: list[MeasuredLaunch] = []
     for one in launches:
@@ -191,9 +190,9 @@ def _pass(
         wanted = "dkdv" if stage.name == "fused" else stage.name
         if launch is None or stage_of(launch.kernel) != wanted:
             raise TraceError(
-                f"the table has {('no launch' if launch is None else launch.kernel)}, but stage "
-                f"{stage.name!r} of {case} must come next; pass the table that was measured with "
-                "these cases"
+                f"the next kernel in the table must belong to stage {stage.name!r} of {case}, got "
+                f"{('no kernel' if launch is None else launch.kernel)}; pass the table that was "
+                "measured with the same cases"
             )
         taken[stage.name] = [launch]
     return MeasuredPass(

@@ -51,7 +51,7 @@ class MeasuredLaunch:
     """One launch of a kernel: the kernel's name, and its counters under flashsim's names.
 
     The field `blocks` is the number of thread blocks, `threads` the threads per block, and `ranges`
-    the NVTX ranges as Nsight Compute writes them. A field is 0 or "" if the table lacks its column.
+    the NVTX ranges as Nsight Compute writes them. A field is 0 or "" if its column is missing.
     """
 
     kernel: str
@@ -71,8 +71,8 @@ class MeasuredLaunch:
 def stage_of(kernel: str) -> str | None:
     """Return the stage that a kernel runs, or None if the kernel is not flashsim's.
 
-    A KV-outer kernel (``dkdv`` or ``backward`` in its name) always gets the stage "dkdv", although
-    it may run the stage "fused", which also adds to dQ.
+    A KV-outer kernel (``dkdv`` or ``backward`` in its name) gets the stage "dkdv", even if it runs
+    the stage "fused".
     """
     found = re.search(KERNELS + r"([a-z]+)", kernel)
     if found is None:
@@ -83,8 +83,7 @@ def stage_of(kernel: str) -> str | None:
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
     """Return the column names and the rows of the table that ``ncu --csv`` prints.
 
-    With ``--page raw``, the table's first row has the units of the columns. Lines before the header
-    (``==PROF==``, and the program's own output) are skipped.
+    With ``--page raw``, the table's first row has the units of the columns.
 
     Raises
     ------
@@ -144,7 +143,7 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
-    """Return the launches of a table with one launch per row, whose first row has the units."""
+    """Return the launches in a table with a row of units, followed by one row per launch."""
     launches = []
     for cell in rows[1:]:
         launch = _launch(cell)

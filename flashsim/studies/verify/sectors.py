@@ -1,8 +1,8 @@
 """Computes which sectors the kernels' stores touch, an upper bound on the bytes written to L2.
 
 If rows have an odd number of 16-byte pieces, every other row begins in the middle of a 32-byte
-sector. Two store instructions then write one half each of the sector that two rows share. L2
-receives one or two requests for such a sector, depending on timing. So L2's counter lies between
+sector. Two store instructions then write one half each of the sector that two rows share. Depending
+on timing, L2 receives one or two requests for such a shared sector. So L2's counter lies between
 two exact numbers: the bytes stored, and the bytes of the sectors that instructions touch
 (docs/notebooks/counters.md). The kernels define which elements one instruction stores: `store_row`
 in hopper/tile_scheduler.cuh, and `store_tile` in portable/mma.cuh and portable/backward_rows.cu.
@@ -57,8 +57,8 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
 def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
     """Return the bytes of all sectors that store instructions touch, counted per instruction.
 
-    A head has n pieces of `each` bytes; the array `instructions` (n,) has the number of the
-    instruction that stores each piece. The heads are contiguous in memory.
+    A head has n pieces of `each` bytes, and instruction number ``instructions[i]`` stores piece i.
+    The heads are contiguous in memory.
     """
     items, place = SECTOR // each, np.arange(n := len(instructions))
     another = np.diff(instructions) != 0

@@ -101,7 +101,7 @@ class Apart:
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
     """Return each prediction that has an error target, sorted by |error| / target, largest first.
 
-    The argument `passes` has the measured passes of each case, from `passes_of`.
+    `passes` has the measured passes of each case, from `passes_of`.
     """
     found = []
     for case, those in zip(cases, passes, strict=True):

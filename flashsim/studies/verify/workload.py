@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
 
 
 def run_case(case: Case, *, counting: bool) -> list[Counted]:
-    """Run a case's passes; return the transfers that kernels counted, [] without `counting`."""
+    """Run a case's passes; return the transfers that kernels counted, or [] without `counting`."""
     q, k, v, dout = _inputs(case)
     how: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
     how |= {name: getattr(case.problem, name) for name in ("causal", "window", "softcap")}

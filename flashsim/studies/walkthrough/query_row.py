@@ -25,7 +25,7 @@ def tiles(
     causal: bool = False,
     seed: int = 0,
 ) -> Table:
-    """Return a table of m, alpha, l and O of one query row after each tile that it visits.
+    """Return a table of one query row: m, alpha, l and O after each key tile that the row visits.
 
     The function runs Algorithm 1 of arXiv:2307.08691 on random float32 q, k and v. In the table's
     last row, O has been divided by l.

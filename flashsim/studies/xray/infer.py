@@ -2,9 +2,8 @@
 
 A forward pass reads K and V once for each query tile that needs them. So the bytes that arrive at
 the SMs determine the number of query tiles. A fused backward pass adds to the dQ of each query row
-once for each key tile. So the bytes added in L2 determine the size of the key tile. The function
-`infer` returns all plausible tiles that agree with the counters, because some tiles move the same
-bytes.
+once for each key tile. So the bytes added in L2 determine the size of the key tile. Some tiles move
+the same bytes, so `infer` returns all plausible tiles that agree with the counters.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class LaunchCounters:
 
 @dataclass(frozen=True)
 class Fit:
-    """A possible form and tile of a kernel, and the bytes that such a kernel moves.
+    """A possible kernel: its form (such as "dq"), its tile, and the bytes that it would move.
 
     Attributes
     ----------
@@ -120,7 +119,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Inference:
-    """The form and the tiles that agree with a kernel's counters.
+    """The form (such as "dq") and the tiles that agree with a kernel's counters.
 
     Attributes
     ----------
@@ -165,11 +164,11 @@ class Inference:
 
 @own_errors
 def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) -> list[Inference]:
-    """Infer the form and the tile of each kernel of one pass of an attention call.
+    """Infer the form (such as "dq") and tile of each kernel of one pass of an attention call.
 
     `problem` is the shape and the mask of the call, and `launches` has the counters of the pass's
-    kernels in the order in which they ran. The result has one `Inference` per launch. If no form
-    agrees with a launch's counters, its form is "other", without fits.
+    kernels in the order in which they ran. The result has one `Inference` per launch. A kernel that
+    matches none of the known forms (`FORMS`) gets the form "other" and no fits.
     """
     if direction != "forward":
         return _backward(problem, launches)
@@ -193,12 +192,12 @@ def _products(problem: Problem, seen: LaunchCounters) -> bool:
 
 
 def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
-    """Return how many parts of the keys kernel `before` computed and kernel `after` merges, or 1.
+    """Return how many parts of the keys kernel `before` computed for kernel `after` to merge, or 1.
 
-    A kernel that merges parts reads a float32 O and an LSE for each part. Per row, the LSE takes 4
-    B, or two sectors if the LSEs of neighbouring rows are not contiguous. If several numbers of
-    parts are possible, the function chooses one that divides the thread blocks of the kernel
-    `before`.
+    A merging kernel reads a float32 O and an LSE for each part. The LSE of a row takes 4 to 68
+    bytes: up to two more sectors of 32 bytes are read if the LSEs of neighbouring rows are not
+    contiguous. If several numbers of parts fit, the function chooses one that divides the number of
+    thread blocks of `before`.
     """
     if before is None or not _products(problem, before) or _products(problem, after):
         return 1
@@ -217,9 +216,9 @@ _PRODUCTS = ("dkdv and dq", "dkdv", "dq")
 def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Inference]:
     """Infer the form and the tile of each kernel of a backward pass.
 
-    If two kernels have matrix products but no atomic additions, the one that stores more bytes
-    computes dK and dV, and the other computes dQ. If no tile agrees with a kernel's counters, the
-    kernel has the form "other".
+    Of two kernels with matrix products and without atomic additions, the one that stores more bytes
+    computes dK and dV; the other one computes dQ. A kernel whose counters match no tile gets the
+    form "other".
     """
     found = [_without_roles(problem, seen) for seen in launches]
     left = [n for n, one in enumerate(found) if one is None]
@@ -234,10 +233,10 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
 
 
 def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
-    """Infer the form of a kernel whose counters alone identify it, or return None.
+    """Infer a kernel's form (such as "delta") from counters alone, or return None if ambiguous.
 
-    The counters identify kernels that add to dQ, that only compute row sums, that only round dQ,
-    and others without matrix products.
+    The counters identify kernels with atomic additions to dQ, and kernels without matrix products,
+    such as those for delta.
     """
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
@@ -258,11 +257,11 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 
 
 def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
-    """Return the tiles with which a kernel of one form would have the given counters.
+    """Return the tiles that explain the counters of a kernel of one form (such as "dq").
 
-    The bytes that the kernel read must agree closely with the bytes that the tile requires. If no
-    tile agrees in bytes and FLOPs, the function accepts tiles with exactly the measured FLOPs that
-    require somewhat fewer bytes than were read.
+    The bytes that the kernel read must be close to the bytes that the tile requires. If no tile
+    agrees in bytes and FLOPs, tiles with exactly the measured FLOPs and somewhat fewer bytes than
+    measured are accepted.
     """
     tried = [
         fit
@@ -304,8 +303,8 @@ _PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "
 def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
     """Return whether a kernel with this tile would execute the measured number of FLOPs.
 
-    The function pads head_dim as kernels do. For the form "dkdv and dq", a range of FLOPs is
-    accepted, because the two passes visit different tiles.
+    For the form "dkdv and dq", a range of FLOPs is accepted, because the dK and dV pass and the dQ
+    pass visit different tiles.
     """
     assert seen.tensor_flops is not None
     d = problem.head_dim
@@ -331,9 +330,9 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Return how many bytes more than its results a kernel stored, such as spilled registers.
+    """Return how many bytes a kernel stored besides its results, such as spilled registers.
 
-    The result is 0 if partly written sectors may explain the difference.
+    The result is 0 if partly written sectors may explain the additional bytes.
     """
     more = seen.written - fit.written
     return more if more > fit.written else 0.0
@@ -350,7 +349,7 @@ def _distance(fit: Fit, seen: LaunchCounters) -> float:
 
 @cache
 def candidates(form: str, problem: Problem, splits: int = 1) -> tuple[Fit, ...]:
-    """Return the bytes that a kernel of one form would move with each plausible tile.
+    """Return the bytes that a kernel of one form (such as "dq") moves with each plausible tile.
 
     A tile may have several `Fit` objects, because kernels may treat partial tiles, masked tiles and
     groups of heads differently.
@@ -369,7 +368,7 @@ def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
 
 
 def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
-    """Yield the tile sizes (rows, columns) to try for a kernel of one form.
+    """Yield the tile sizes (rows, columns) to try for a kernel of one form (such as "dq").
 
     A tile's scores and accumulators (O, or dK and dV) must fit together in an SM's registers.
     """
@@ -406,8 +405,8 @@ def _counted(
 ) -> Iterator[Fit]:
     """Yield the bytes that a kernel with this tile would move, as one or several fits.
 
-    The kernel may cut off tiles at the ends of sequences, or move whole TMA boxes. If the bytes
-    differ, each case has its own fit.
+    The kernel may cut off tiles at the ends of sequences, or move whole TMA boxes; each case has
+    its own fit if the bytes differ.
     """
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
@@ -497,7 +496,7 @@ def _whole(
     columns: bool,
     pairs: bool = False,
 ) -> int:
-    """Return the bytes of a tensor's tiles if the last, partial tiles are moved as whole tiles.
+    """Return the bytes of a tensor's tiles if partial tiles at the end are moved as full tiles.
 
     If `columns` is true, rows are padded to whole TMA boxes. If `pairs` is true, thread blocks run
     in clusters of two, so the number of outer tiles is rounded up to an even number.

@@ -110,7 +110,7 @@ class Profile:
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Problem`, which were read from JSON, with tuples instead of lists."""
+    """Return the fields of a `Problem` that were read from JSON, with tuples instead of lists."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
@@ -169,8 +169,8 @@ def measure_kernels(
 
     Use this function for kernels that `watch` does not record, such as your own. `problem` is the
     shape and the mask of the program's attention. `kernel` is a regular expression of Nsight
-    Compute's ``--kernel-name``. The first kernel that runs marks calls: each of its launches begins
-    a new call of the same shape. The other arguments and the errors are the same as for `measure`.
+    Compute's ``--kernel-name``. Each launch of the kernel that runs first begins a new call of the
+    same shape. All other arguments, and the errors, are those of `measure`.
     """
     words = [sys.executable, str(program), *arguments]
     taken = launches_of(profile(words, launches=launches, kernel=kernel))
@@ -207,8 +207,7 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
     """Return the launches in Nsight Compute's table, each with the name of its NVTX range or "".
 
-    A text without a table raises a `TraceError`, and so does a launch without the counter of bytes
-    read.
+    A text without a table, or a launch without the counter of bytes read, raises a `TraceError`.
     """
     found = []
     for launch in parse(text):

@@ -122,7 +122,7 @@ def _extent(p: Problem, name: str) -> int:
 
 
 def _any(sides: Sequence[int], extent: int) -> bool:
-    """Return whether nearly every tile size fits: then the counters do not determine the size."""
+    """Return whether nearly every tile size fits: the counters then do not determine the size."""
     tried = [side for side in SIDES if side < extent] or [SIDES[0]]
     return len(sides) > 0.8 * len([side for side in tried if side <= 256])
 

@@ -179,7 +179,7 @@ def test_generation_with_a_cache(maker, padding):
 )
 def test_a_model_that_computes_with_its_mask_is_told_so(compute):
     with pytest.raises(
-        UnsupportedError, match="computes with its attention mask as a tensor, which flashsim"
+        UnsupportedError, match="own code reads the attention mask as a tensor, but flashsim"
     ):
         compute(hugging_face.mask(1, 6, 6))
     assert copy.deepcopy(hugging_face.mask(1, 6, 6)).causal

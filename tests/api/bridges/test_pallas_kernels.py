@@ -786,7 +786,9 @@ def test_a_model_that_does_not_exist_or_does_not_fit():
     q, k, v = arrays(*[(1, 32, 16)] * 3)
     with pytest.raises(OptionError, match=r"no model 'cpu'; choose from gpu, tpu"):
         trace_kernel(GPU.forward, q, k, v, model="cpu")
-    with pytest.raises(OptionError, match=r"m is in vmem, which only a TPU has.*model='tpu'"):
+    with pytest.raises(
+        OptionError, match=r"m lies in the memory space vmem, which only a TPU has.*model='tpu'"
+    ):
         trace_kernel(TPU.forward, q, k, v, False, 16, 16, model="gpu")
 
 
@@ -816,7 +818,7 @@ def test_memory_of_mosaic_gpu_is_refused():
         out=[((128,), "float32")],
         in_specs=[pl.BlockSpec(memory_space=space.SMEM)],
     )
-    with pytest.raises(UnsupportedError, match=r"kernel: x is in .*Mosaic GPU"):
+    with pytest.raises(UnsupportedError, match=r"in kernel kernel, x lies in .*Mosaic GPU"):
         trace_kernel(run, arrays((128,))[0])
 
 

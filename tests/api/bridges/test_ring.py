@@ -111,10 +111,10 @@ REFUSED = {
     "types": "the same dtype, got float32 on ranks 0, 2, 3, float16 on rank 1",
     "scheme": "the same scheme, got ring on ranks 0, 2, 3, striped on rank 1",
     "mask": "the same causal, got no on ranks 0, 2, 3, yes on rank 1",
-    "one alone": "RankError: rank 1 failed; see the error that was printed there",
+    "one alone": "RankError: rank 1 failed; read the error message that rank 1 printed",
     "not divisible": "ShapeError: scheme 'zigzag' over 4 ranks needs a sequence length divisible",
     "heads": "ShapeError: the number of ranks that exchange heads, 4, must divide heads=3",
-    "engine": "RankError: rank 1 failed; see the error that was printed there",
+    "engine": "RankError: rank 1 failed; read the error message that rank 1 printed",
     "meta": "DTypeError: tensors on the meta device have no numbers to send",
     "no tensor": "DTypeError: q must be a torch.Tensor, got int",
 }

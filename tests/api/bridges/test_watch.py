@@ -147,7 +147,7 @@ def test_a_bias_is_a_bias():
     call = seen_in(F.scaled_dot_product_attention, Q, K, V, attn_mask=heads(4, 6, 9))
 
     assert call.problem.bias == (1, 4)
-    with pytest.raises(UnsupportedError, match="has bias, whose numbers are not recorded"):
+    with pytest.raises(UnsupportedError, match="has bias, but watch does not record its values"):
         call.trace()
 
 

@@ -1,10 +1,10 @@
-"""Writes a matrix product as AMX tile instructions, and lowers these instructions to LLVM IR.
+"""Writes matrix products as AMX tile instructions, and translates these to LLVM IR.
 
-AMX, Intel's matrix unit, has eight tile registers with 16 rows of 64 bytes: 16 x 16 float32 or 16 x
-32 bfloat16 numbers. The instruction ``TDPBF16PS c, a, b`` adds 16 dot products of bfloat16 pairs to
-each element of tile c: row i of tile a and column j of tile b contain the 16 pairs for element (i,
-j). Instructions name tile registers by number, so LLVM neither spills nor moves a tile. A thread
-must configure the shapes of its tile registers (`CONFIG`) before its first product.
+AMX, Intel's matrix unit, has eight tile registers of 16 rows of 64 bytes: 16 x 16 float32 or 16 x
+32 bfloat16 numbers. For each element (i, j) of tile c, ``TDPBF16PS c, a, b`` adds the dot products
+of 16 bfloat16 pairs in row i of tile a and column j of tile b. Instructions name tile registers by
+number, so LLVM neither spills nor moves a tile. Each thread must configure its tile registers'
+shapes (`CONFIG`) before the first product.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BYTE = ir.IntType(8)
 
 
 class Zero(NamedTuple):
-    """AMX instruction that sets tile register `tile` to 0."""
+    """AMX instruction that fills tile register `tile` with zeros."""
 
     tile: int
 
 
 class Load(NamedTuple):
-    """Load the tile at (`row`, `column`) of the matrix `operand` into tile register `tile`."""
+    """AMX instruction that loads a tile register from (`row`, `column`) of the matrix `operand`."""
 
     tile: int
     operand: str
@@ -45,7 +45,7 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Store tile register `tile` to the tile at (`row`, `column`) of the matrix `operand`."""
+    """AMX instruction that stores a tile register to (`row`, `column`) of the matrix `operand`."""
 
     tile: int
     operand: str
@@ -54,7 +54,7 @@ class Store(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """Add the product of the tiles in registers `a` and `b` to register `c`."""
+    """AMX instruction that adds the product of tile registers `a` and `b` to register `c`."""
 
     c: int
     a: int
@@ -65,10 +65,10 @@ Instruction = Zero | Load | Store | Dot
 
 
 class Program(NamedTuple):
-    """AMX instructions of a loop over bfloat16 pairs: before it, in each iteration, and after it.
+    """AMX instructions before a loop over bfloat16 pairs, in each iteration, and after the loop.
 
     Each iteration adds the dot products of 16 pairs to each element of C. The next iteration reads
-    the next tile to the right in A and the next tile down in B.
+    one tile further right in A and one tile further down in B.
     """
 
     before: tuple[Instruction, ...]
@@ -80,7 +80,7 @@ def program(mode: str, rows: int, columns: int) -> Program:
     """Return the AMX instructions that compute a block of `rows` x `columns` tiles of C.
 
     `rows` and `columns` are at most `BLOCK`. `mode` is "set" (C = A B) or "add" (C += A B). The
-    tiles of C have the lowest register numbers, followed by those of A and of B.
+    tiles of C have the lowest register numbers; those of A and of B follow.
     """
     cells = [
         (r * columns + c, r, c) for r, c in product(range(rows), range(columns))
@@ -103,9 +103,9 @@ def program(mode: str, rows: int, columns: int) -> Program:
 def build_tiles(
     code: Code, C, ldc, A, lda, B, ldb, n, *, mode: str, rows: int, columns: int
 ) -> None:
-    """Write an LLVM function that runs the AMX instructions of a block, with sums over n pairs.
+    """Write an LLVM function that computes a block of C by AMX instructions, over n pairs.
 
-    Addresses point to 32-bit elements, and leading dimensions count 32-bit elements.
+    Addresses and leading dimensions refer to 32-bit elements.
     """
     base, leading = {"C": C, "A": A, "B": B}, {"C": ldc, "A": lda, "B": ldb}
     bytes_a_row = {name: code.times(ld, 4) for name, ld in leading.items()}
@@ -153,7 +153,7 @@ def call(code: Code, name: str, *values) -> None:
 
 @builder("p")
 def build_configure(code: Code, _any_array) -> None:
-    """Write the LLVM function that sets a thread's AMX tile shapes and zeroes its tiles."""
+    """Write the LLVM function that sets a thread's AMX tile shapes, and zeroes the tiles."""
     kind = ir.ArrayType(BYTE, len(CONFIG))
     data = ir.GlobalVariable(code.function.module, kind, "flashsim_tiles_config")
     data.global_constant, data.linkage, data.align = True, "internal", len(CONFIG)

@@ -36,7 +36,7 @@ def build_vector_product(
 def build_tile_product(
     code: PairCode, C, ldc, A, row, _step, B, ldb, rows, n, *, mode: str, lower=build_tiles
 ) -> None:
-    """Write a matrix product C = A B as AMX instructions, for up to 2 x 2 tiles of C at once."""
+    """Write AMX code for a matrix product C = A B, with up to 2 x 2 tiles of C at once."""
     b, columns = code.b, code.width // amx_tiles.SIDE
     steps = [(at, min(amx_tiles.BLOCK, columns - at)) for at in range(0, columns, amx_tiles.BLOCK)]
 
@@ -113,7 +113,7 @@ def build_pair_softmax(code: PairCode, S, rows, m, l, alpha, factor, P) -> None:
         return code.power(code.fma(code.load(address), scale, base))
 
     def keep(r, first, second, sums) -> list:
-        """Emit code that stores two rows of P and adds them to the running sum of each lane."""
+        """Emit code that stores two rows of P, and adds them to each lane's running sum."""
         row = code.at(P, code.times(b.lshr(r, unit), code.width))
         for i, address in enumerate(code.vectors(row)):
             x = power(first[i], less[i])
@@ -183,14 +183,14 @@ def _squares(code: PairCode, down, across, fetch: Callable, put: Callable) -> No
 
 
 def _load16(code: PairCode, address):
-    """Emit code that loads 16-bit numbers, and widens each of them to a 32-bit lane."""
+    """Emit code that loads 16-bit numbers, each widened to a 32-bit lane."""
     kind = ir.VectorType(ir.IntType(16), code.lanes)
     value = code.b.load(code.b.bitcast(address, kind.as_pointer()), align=2)
     return code.b.zext(value, code.ints(0).type)
 
 
 def _at16(code: PairCode, base, *offsets):
-    """Return the address `base` plus the offsets, which count 16-bit numbers."""
+    """Return the address `base` plus offsets that count 16-bit numbers."""
     return code.at(code.b.bitcast(base, ir.IntType(16).as_pointer()), *offsets)
 
 
@@ -200,7 +200,7 @@ def build_transpose_columns(code: PairCode, out, row, X, d, pairs, columns) -> N
     b = code.b
 
     def fetch(y, x, r: int):
-        """Emit a load of rows 2 (y + r) and 2 (y + r) + 1 of X from column x on, as pairs."""
+        """Emit a load of rows 2 (y + r) and 2 (y + r) + 1 of X, from column x on, as pairs."""
         start = b.mul(code.times(code.plus(y, r), 2), d)
         low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
         return b.bitcast(b.or_(low, b.shl(high, code.ints(16))), code.vector)
@@ -216,7 +216,7 @@ def build_transpose_rows(code: PairCode, out, X, d, rows, pairs) -> None:
     """Write the vector code of `operations.transpose_rows`."""
 
     def fetch(y, x, r: int):
-        """Emit a load of row y + r of X from column 2 x on, in which neighbours form pairs."""
+        """Emit a load of row y + r of X, from column 2 x on; neighbours form pairs."""
         return code.load_at(_at16(code, X, code.b.mul(code.plus(y, r), d), code.times(x, 2)))
 
     def put(y, x, r: int, value) -> None:
@@ -231,7 +231,7 @@ def build_transpose_panel(code: PairCode, panel, X, d, factors, rows, columns) -
     b = code.b
 
     def fetch(y, x, r: int):
-        """Emit a load of row x + r of the panel from lane y on, times each lane's factor."""
+        """Emit a load of row x + r of the panel, from lane y on, times each lane's factor."""
         value = code.load(code.at(panel, code.times(code.plus(x, r), code.width), y))
         return b.fmul(value, code.load(code.at(factors, y)))
 

@@ -1,16 +1,15 @@
 """Operations on one panel of bfloat16 pairs, defined in plain Numba.
 
-A *pair* is two bfloat16 numbers in 32 bits, the first in the lower half, as neighbours lie in
-memory. Each term of a matrix product's sum is the dot product of two pairs. A row of the left
-operand contains its pairs side by side, as a row of a tensor does. A row of the right operand
-contains one pair per lane, merged from two rows of numbers. Lanes are queries (forward, dQ) or keys
-(dK, dV). Two rows of P, rounded and merged, form a row of the next product's right operand without
-shuffles.
+A *pair* is two neighbouring bfloat16 numbers in 32 bits, the first in the lower half. Each term of
+a matrix product's sum is a dot product of two pairs. A row of the left operand holds pairs side by
+side, as a tensor's row does. A row of the right operand holds one pair per lane, merged from two
+rows of numbers. Lanes are queries (forward, dQ) or keys (dK, dV). So two rounded rows of P, merged,
+form a row of the next right operand without shuffles.
 
-A product's numbers of rows and of pairs are multiples of `amx_tiles.SIDE`, and its number of lanes
-is a multiple of 2 `SIDE`. `copy_pairs` and `transpose_*` copy multiples of `SIDE` rows, pairs and
-columns. On a CPU with instructions for pairs (`Blocking.pairs`), vector or AMX code replaces each
-function. The Numba functions specify the vector and AMX code, and tests compare both.
+A product's rows and pairs are multiples of `amx_tiles.SIDE`, and lanes are a multiple of 2 `SIDE`.
+`copy_pairs` and `transpose_*` copy multiples of `SIDE` rows, pairs and columns. On a CPU with
+instructions for pairs (`Blocking.pairs`), vector or AMX code replaces each function. The Numba
+functions define what the vector and AMX code must compute; tests compare both.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ MASKED = np.float32(masked_score(np.float32))
 
 @operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
-    """Run one online-softmax step on ``factor[0] S``, and store every two rows of P as pairs.
+    """Run one online-softmax step on ``factor[0] S``, and store rows of P, two at a time, as pairs.
 
-    If a score exceeds its lane's m, m becomes the lane's largest score plus `SLACK`; otherwise m
-    does not change, and alpha is 1. Therefore, P = e^(factor S - m) is at most 1. The factor of S
-    must be at least 0. If P has an odd number of rows, the last row is paired with zeros. The sum
-    `l` adds the elements of P before they are rounded.
+    If a lane has a score above m, m becomes the lane's largest score plus `SLACK`; otherwise m
+    stays, and alpha is 1. So P = e^(factor S - m) is at most 1. The factor of S must be at least 0.
+    If P has an odd number of rows, the last row is paired with zeros. The sum `l` adds unrounded
+    elements of P.
     """
     w, log2e = cpu.width, np.float32(LOG2E)
     for c in range(w):
@@ -72,7 +71,7 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
 
 @operation("a o0 i i a o1", build_pairs_of_rows)
 def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
-    """Round a panel to bfloat16, and merge every two rows into a row of a right operand."""
+    """Round a panel to bfloat16, and merge every two rows into a right operand's row."""
     for r in range(0, rows, 2):
         for c in range(cpu.width):
             pair = bits_of(X[x0 + r * ld + c])
@@ -83,7 +82,7 @@ def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
 
 @operation("a o0 i i a o1 i", build_pairs_of_lanes)
 def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
-    """Round a panel to bfloat16, and merge neighbouring lanes into pairs of a left operand."""
+    """Round a panel to bfloat16, and merge neighbouring lanes into a left operand's pairs."""
     for r in range(rows):
         for c in range(0, cpu.width, 2):
             pair = bits_of(X[x0 + r * ld + c + 1]) << np.uint32(16)
@@ -100,7 +99,7 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
 
 @operation("a o0 i i a o1", build_scale, by_lane=True)
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
-    """Multiply each lane of the panel X by the lane's factor, in place."""
+    """Multiply each lane of the panel X by the factor of this lane, in place."""
     for r in range(rows):
         for c in range(cpu.width):
             X[x0 + r * ld + c] *= factors[f0 + c]
@@ -143,7 +142,7 @@ def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
 
 @operation("a o0 a o1 i a o2 i i", build_transpose_panel)
 def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
-    """Write each lane of a panel to a row of X, times the lane's factor and rounded to bfloat16."""
+    """Write lanes of a panel to rows of X, each times a factor and rounded to bfloat16."""
     for r in range(rows):
         for x in range(columns):
             value = panel[p0 + x * cpu.width + r] * factors[f0 + r]
@@ -152,9 +151,9 @@ def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
 
 @operation("a", build_configure)
 def begin_tiles(cpu, any_array):
-    """Configure a thread's AMX tiles before its first matrix product; without AMX, do nothing."""
+    """Configure a thread's AMX tiles before the first matrix product; without AMX, do nothing."""
 
 
 @operation("a", build_release)
 def end_tiles(cpu, any_array):
-    """Release a thread's AMX tiles after its last matrix product; without AMX, do nothing."""
+    """Release a thread's AMX tiles after the last matrix product; without AMX, do nothing."""

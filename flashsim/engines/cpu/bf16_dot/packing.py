@@ -1,7 +1,7 @@
-"""Converts rows of bfloat16 numbers to operands of matrix products over pairs, and back.
+"""Converts rows of bfloat16 numbers to operands of matrix products over pairs, or back.
 
-``X`` contains rows of d bfloat16 numbers as 16-bit integers. Operands are padded with zeros beyond
-n rows and d columns.
+``X`` holds rows of d bfloat16 numbers as 16-bit integers. Operands are padded with zeros beyond n
+rows and d columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashsim.engines.cpu.tables import ODD
 
 
 class Left(NamedTuple):
-    """A left operand, whose row r and term x lie at ``array[start + r * row + x * step]``."""
+    """A left operand: the array element of row r and term x is ``start + r * row + x * step``."""
 
     array: np.ndarray
     start: int
@@ -34,19 +34,19 @@ class Left(NamedTuple):
 
 @part
 def tiles_of(n):
-    """Return n, a number of rows or of pairs, rounded up to a multiple of an AMX tile's side."""
+    """Return n rows or pairs, rounded up to a multiple of an AMX tile's side."""
     return (n + SIDE - 1) // SIDE * SIDE
 
 
 @part
 def pair_tiles_of(n):
-    """Return the number of pairs that n numbers form, rounded up to a multiple of a tile's side."""
+    """Return the number of pairs in n numbers, rounded up to a multiple of an AMX tile's side."""
     return tiles_of((n + 1) // 2)
 
 
 @part
 def pair_at(X, at, step, count):
-    """Return X[at] and X[at + step] as a bfloat16 pair; if `count` is below 2, the rest is 0."""
+    """Return X[at] and X[at + step] as a bfloat16 pair; numbers after the first `count` are 0."""
     pair = np.uint32(0)
     if count > 0:
         pair = np.uint32(X[at])
@@ -96,7 +96,7 @@ def turned(cpu, left, room, row, X, x0, n, d):
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
     """Copy rows of X to lanes of panels, as a right operand for a sum over d.
 
-    Row p * pairs + x of `panels` contains pair x of every lane of panel p; `pairs` is the number of
+    Row p * pairs + x of `panels` holds pair x of every lane of panel p; `pairs` is the number of
     pairs per row of X.
     """
     w, pairs = cpu.width, pair_tiles_of(d)
@@ -113,7 +113,7 @@ def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Copy columns of X to the `stride` lanes of a right operand, for a sum over the rows of X."""
+    """Copy columns of X to `stride` lanes of a right operand, for a sum over the rows of X."""
     for r in range(pair_tiles_of(n)):
         for x in range(stride):
             count = n - 2 * r if x < d else 0
@@ -121,7 +121,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
 
 
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write each lane of panels to a row of X, times the lane's factor and rounded to bfloat16."""
+    """Write lanes of panels to rows of X, each times a factor and rounded to bfloat16."""
     for r in range(0, n, cpu.width):
         panel, lanes = rest(panels, r * tiles_of(d)), min(cpu.width, n - r)
         unpack_bits(cpu, panel, X, x0 + r * d, lanes, d, rest(factors, r))
@@ -134,7 +134,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @hot_part
 def unpack_bits(cpu, panel, X, x0, n, d, factors):
-    """Write each lane of one panel to a row of X, times a factor and rounded to bfloat16."""
+    """Write lanes of one panel to rows of X, times a factor and rounded to bfloat16."""
     begin = 0
     if d % SIDE == 0:  # whole tiles
         begin = n // SIDE * SIDE

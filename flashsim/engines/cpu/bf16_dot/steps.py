@@ -1,4 +1,4 @@
-"""The steps between matrix products of bfloat16 pairs; `operands` has the same steps for floats."""
+"""Steps between matrix products of bfloat16 pairs; `operands` has these steps for floats."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 def scaled(cpu, S, rows, plain, scales):
-    """Return an array with the factor by which the softmax must multiply the scores S.
+    """Return the factor by which the softmax must multiply the scores S, as an array.
 
-    `plain` means that no softcap, bias, function or mask comes before the softmax. If `plain` is
-    true and the scale is at least 0, the factor is the scale; otherwise, the function multiplies S
-    by the scale, and the factor is 1.
+    `plain` means that scores go to the softmax without softcap, bias, function or mask. If `plain`
+    is true and the scale is at least 0, the factor is the scale; otherwise S is multiplied by the
+    scale, and the factor is 1.
     """
     if plain and scales[0] >= 0:
         return scales
@@ -32,7 +32,7 @@ def scaled(cpu, S, rows, plain, scales):
 
 
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel to a right operand of pairs; return the operand's array, offset and stride."""
+    """Round a panel to a right operand of pairs; return its array, offset and stride."""
     pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
     clear_pairs(cpu, P, 0, rows)
     return P, 0, cpu.width
@@ -53,7 +53,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @part
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """Compute O += V^T P for the pairs of keys in `waiting`, whose P `take_scores` has stored."""
+    """Compute O += V^T P for the key pairs in `waiting`, whose P `take_scores` has stored."""
     (begin, end), w, o_rows = waiting, cpu.width, tiles_of(dv)
     if begin < end:
         product_add(
@@ -64,7 +64,7 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @part
 def moved(cpu, alpha, at):
-    """Return whether alpha, the factor that rescales a lane's sums, differs from 1 in any lane."""
+    """Return whether alpha, the factor that rescales sums, differs from 1 in any lane."""
     changed = False
     for c in range(cpu.width):
         changed |= alpha[np.uint64(at + c)] != 1
@@ -73,7 +73,7 @@ def moved(cpu, alpha, at):
 
 @part
 def clear_pairs(cpu, P, p0, rows):
-    """Pad the pairs of `rows` rows of P with zeros, so that the pairs fill whole AMX tiles."""
+    """Add zeros to the pairs of `rows` rows of P, so that the pairs fill entire AMX tiles."""
     w = cpu.width
     for at in range(p0 + (rows + 1) // 2 * w, p0 + pair_tiles_of(rows) * w):
         P[at] = 0
@@ -85,7 +85,7 @@ def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
 
 
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """Compute the unscaled product dS K, before it is this thread's turn to add to dQ."""
+    """Compute dS K without the scale, before this thread's turn to add to dQ."""
     for x in range(0, padded, cpu.width):
         product_set(
             *(cpu, part_dq, x, padded, left, 0, row, 1),
@@ -94,6 +94,6 @@ def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
 
 
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scales, is_last, counter):
-    """Add the scale times dS K to dQ; `prepare_dq` has computed dS K."""
+    """Add the scale times dS K, which `prepare_dq` has computed, to dQ."""
     for x in range(0, padded, cpu.width):
         add_scaled(cpu, dq, to + x, part_dq, x, padded, rows, scales)

@@ -1,1 +1,1 @@
-"""The CPU engine's operations on a panel (a block of scores), in plain Numba and as vector code."""
+"""The CPU engine's operations on a panel (block of scores), in plain Numba and as vector code."""

@@ -1,4 +1,4 @@
-"""Requests AMX tile registers from Linux, which by default does not save them for a thread."""
+"""Requests AMX tile registers from Linux, which does not save them for a thread by default."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ REASONS = {
 
 @cache
 def refusal(process: int) -> str | None:
-    """Request AMX tiles for this process; return the reason if Linux refuses, and otherwise None.
+    """Request AMX tiles for this process; return Linux's reason for a refusal, or None.
 
-    One request of AMX tiles covers all threads of the process. The result is cached per `process`
-    (os.getpid()). A forked process inherits the permission, and requests the tiles again without
-    harm.
+    One request covers all threads of the process. The result is cached per `process` (os.getpid()).
+    A forked process inherits the permission, and may request the tiles a second time.
     """
     del process
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:

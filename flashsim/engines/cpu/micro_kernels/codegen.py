@@ -1,10 +1,9 @@
 """Writes the operations of `plain.py` as vector code: LLVM IR with vector types.
 
-As plain loops that Numba vectorises, the operations reach a quarter of a CPU's peak throughput;
-with one BLAS call per tile, they reach half. So this module itself decides which values stay in
-registers. Each `build_*` function writes one LLVM function for an element type and a `Blocking`,
-without Numba (see `writer.builder`). The module `vector` makes Numba's compiled code call the LLVM
-functions.
+As Numba loops, the operations reach a quarter of a CPU's peak throughput; with one BLAS call per
+tile, they reach half. So this module decides which values stay in registers. Each `build_*`
+function writes one LLVM function for an element type and a `Blocking`, without Numba (see
+`writer.builder`). The module `vector` makes Numba's compiled code call the LLVM functions.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ AHEAD = 12
 
 
 def _product(args: str) -> Callable:
-    """Return a `builder` of matrix products, which have one more argument in mode "rescale"."""
+    """Return a `builder` of matrix products; mode "rescale" adds one argument."""
     return builder(
         lambda mode, **_: args + "p" * (mode == "rescale"),
         lambda block, writer=Code, **_: writer,
@@ -35,9 +34,9 @@ def build_step(
 ) -> None:
     """Write an LLVM function that computes `rows` rows of a matrix product in registers.
 
-    For each term x of the sums, the code copies one scalar per row of A to all lanes, and
-    multiplies it by the vectors of B's row x. `mode` is "set", "add" or "rescale"; with "rescale",
-    the function has one more argument, the address of alpha (one per lane).
+    For each term x of the sums, one scalar per row of A is copied to all lanes, and multiplied by
+    the vectors of B's row x. `mode` is "set", "add" or "rescale"; "rescale" has one more argument,
+    the address of alpha (one per lane).
     """
     for pointer in (C, A, B):
         pointer.add_attribute("noalias")
@@ -103,10 +102,10 @@ def build_online_softmax(code: Code, S, rows, m, l, alpha) -> None:
     b, minus_inf, masked = code.b, code.const(-np.inf), code.masked()
 
     def in_turn(body: Callable, carried: list) -> list:
-        """Emit a loop that does ``sums = body(addresses, sums)`` for every row.
+        """Emit a loop that computes ``sums = body(addresses, sums)`` for every row.
 
-        Two rows are processed at a time, with separate sums: the shorter chains of dependent
-        additions take less time and halve the rounding error.
+        Two rows at a time have separate sums: shorter chains of additions take less time and halve
+        the rounding error.
         """
 
         def rows_from(base, height: int) -> Callable:

@@ -1,9 +1,9 @@
 """Vector code for decoding one query per head, which reads K and V row by row in memory order.
 
 Memory bandwidth limits a kernel with one query per head. So the code loads every cache line of K
-and V only once, converts 16-bit numbers to floats in registers, and prefetches the data that lies
-`AHEAD` bytes further on. Each head's scores are stored side by side, one key per lane, so a vector
-of scores needs only one vector exponential.
+and V once, converts 16-bit numbers in registers, and prefetches data `AHEAD` bytes in advance.
+Scores of a head are stored side by side, one key per lane, so one vector exponential serves a
+vector of scores.
 """
 
 from __future__ import annotations

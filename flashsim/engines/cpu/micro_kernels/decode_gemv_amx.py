@@ -2,8 +2,8 @@
 
 Rows of K are used in place as a left operand, and Q is packed as a right operand. So a tile of
 scores has keys as rows and heads as columns, and must be transposed. The softmax writes P in the
-layout of a left operand. With fewer than 16 heads, the code never reads the tile rows or columns of
-missing heads.
+layout of a left operand. With fewer than 16 heads, the code does not read missing heads' tile rows
+or columns.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
 
 @pair_builder("pipiipiiip")
 def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) -> None:
-    """Write the AMX version of `build_dots`, which copies rows of K that fill no whole tile."""
+    """Write the AMX version of `build_dots`, which copies those rows of K that fill no tile."""
     b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), ir.Constant(INT, KEYS)
     zero, times = ir.Constant(INT, 0), code.spread(factor)
     pairs, rest = b.lshr(ldq, ir.Constant(INT, 1)), b.srem(d, ir.Constant(INT, NUMBERS))
@@ -69,7 +69,7 @@ def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) 
     product = TILED[code.pairs](*code.target, mode="set", rows=KEYS // SIDE, columns=1)
 
     def turned_over(r, h, count: int) -> None:
-        """Emit code that transposes the scores of up to 4 heads and stores one row per head."""
+        """Emit code that transposes the scores of up to 4 heads, and stores one row per head."""
         for half in range(0, KEYS, SIDE):
             quarters = [_four(code, scores, (half + row) * SIDE, h) for row in range(SIDE)]
             vectors = [_joined(code, quarters[i::4]) for i in range(4)]
@@ -189,7 +189,7 @@ def _joined(code: PairCode, parts: list):
 
 
 def _turned(code: PairCode, rows: list) -> list:
-    """Transpose the 4 x 4 floats in each 16-byte group of four vectors."""
+    """Transpose 4 x 4 floats in each 16-byte group of four vectors."""
     n, groups = code.lanes, range(0, code.lanes, 4)
 
     def mixed(pair: list, lanes: tuple[int, ...]):

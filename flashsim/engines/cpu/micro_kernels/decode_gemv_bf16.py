@@ -1,7 +1,7 @@
 """The version of `decode_gemv` for CPUs with an instruction for dot products of bfloat16 pairs.
 
-Two neighbours in a row of K already form a pair in memory, so K is not converted, and Q is rounded
-to bfloat16 and read as pairs of neighbours.
+Two neighbours in a row of K already form a pair in memory, so K needs no conversion; Q is rounded
+to bfloat16.
 """
 
 from __future__ import annotations

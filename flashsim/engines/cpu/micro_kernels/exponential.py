@@ -1,4 +1,4 @@
-"""Constants from which vector code computes 2^x and 2^x - 1 for floats and doubles."""
+"""Constants with which vector code computes 2^x and 2^x - 1 for floats and doubles."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ _PARTS_DOUBLE = (_TWICE_LOG2E, 2 * 2.0355273740931033e-17)
 class Exponential(NamedTuple):
     """The constants for computing powers of two in one floating-point type.
 
-    Two polynomials, constant term first, approximate 2^f (`coefficients`) and (2^f - 1) / f
-    (`less_one`); the second keeps the precision of small results. `twice_log2e` is 2 log2 e as a
-    sum of two numbers.
+    Two polynomials (constant term first) approximate 2^f (`coefficients`) and (2^f - 1) / f
+    (`less_one`, precise for small results). `twice_log2e` is 2 log2 e as a sum of two numbers.
     """
 
     mantissa: int
@@ -72,7 +71,7 @@ class Exponential(NamedTuple):
 
     @property
     def magic(self) -> float:
-        """Return the number M for which x + M rounds x to an integer n, with low bits n + bias."""
+        """Return a number M: adding it to x rounds x to an integer n, with low bits n + bias."""
         return 1.5 * 2**self.mantissa + self.bias
 
     @classmethod

@@ -1,7 +1,7 @@
 """Vector code that rounds floats to float16 or bfloat16, and converts arrays of these types.
 
-Kernels receive 16-bit arrays as float32 arrays over the same memory, so one kernel serves float16
-and bfloat16.
+Kernels get 16-bit arrays as float32 arrays over the same memory, so one kernel serves float16 and
+bfloat16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHORT = ir.IntType(16)
 
 
 def rounded_bits(code: Code, x):
-    """Return 32-bit integers whose upper halves are the bfloat16 numbers nearest to the floats."""
+    """Return 32-bit integers whose upper halves are the nearest bfloat16 numbers to the floats."""
     b, ints = code.b, code.ints
     bits = b.bitcast(x, ints(0).type)
     odd = b.and_(b.lshr(bits, ints(16)), ints(1))

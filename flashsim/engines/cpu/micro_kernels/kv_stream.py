@@ -1,4 +1,4 @@
-"""Emits code that reads K and V in memory order: floats, 16-bit numbers or bfloat16 pairs."""
+"""Emits code that reads K and V in memory order, as floats, 16-bit numbers or bfloat16 pairs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stretch:
         self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
 
     def load(self, at, some=None):
-        """Load a vector from number `at` on; read only lanes in the mask `some`, others are 0."""
+        """Load a vector from number `at` on; lanes outside the mask `some` are 0 and not read."""
         code, b = self.code, self.code.b
         vector = ir.VectorType(self.element, self.numbers)
         address = b.bitcast(b.gep(self.first, [at]), vector.as_pointer())
@@ -61,7 +61,7 @@ class Stretch:
         return as_floats(code, value, self.kind) if self.kind else value
 
     def bring_near(self, at, count: int) -> None:
-        """Prefetch the `count` numbers that begin `AHEAD` bytes after number `at`."""
+        """Prefetch `count` numbers that are `AHEAD` bytes after number `at`."""
         cache = 2 if registers.zen() else 1
         for line in range(0, count * self.size, LINE):
             ahead = ir.Constant(INT, (AHEAD + line) // self.size)
@@ -69,7 +69,7 @@ class Stretch:
 
 
 def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
-    """Return a decorator, like `builder`, for code that depends on the type `kind` of K and V."""
+    """Return a decorator, similar to `builder`, for code that depends on the `kind` of K and V."""
 
     def writer(block: Blocking, kind: int | None) -> type[Code]:
         return WRITERS[block.pairs] if block.pairs and kind == BFLOAT16 else Code
@@ -88,12 +88,12 @@ def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
 
 
 def numbers_of(code: Code) -> int:
-    """Return how many numbers one vector holds when it is loaded from a `Stretch`."""
+    """Return how many numbers of a `Stretch` one vector holds."""
     return code.lanes * (2 if isinstance(code, PairCode) else 1)
 
 
 def lanes_below(code: Code, count):
-    """Return a mask that selects the first `count` numbers of a vector loaded from a `Stretch`."""
+    """Return a mask for the first `count` numbers of a vector of a `Stretch`."""
     b, lanes = code.b, numbers_of(code)
     undefined = ir.Constant(ir.VectorType(INT, lanes), ir.Undefined)
     vector = b.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))
@@ -103,7 +103,7 @@ def lanes_below(code: Code, count):
 
 
 def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
-    """Emit calls of ``body(h, count)`` for all heads, in blocks of `most`, `most` / 2, .. heads."""
+    """Emit ``body(h, count)`` for all heads, in blocks of `most`, `most` / 2, .. heads."""
     size = most
     while size:
         count = code.b.sdiv(heads, ir.Constant(INT, size))

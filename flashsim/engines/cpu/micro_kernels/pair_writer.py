@@ -1,4 +1,4 @@
-"""Extends the module `writer`, which writes LLVM IR over floats, to pairs of bfloat16 numbers."""
+"""Extends the module `writer`, which writes LLVM IR for floats, to bfloat16 pairs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class PairCode(Code):
         self.pairs, self.native = block.pairs, NATIVE.get(block.pairs, False)
 
     def step(self, left, right, total):
-        """Add to each lane of `total` the dot product of the lane's pairs in `left` and `right`."""
+        """Add each lane's dot product of the pairs in `left` and `right` to `total`."""
         whole = self.ints(0).type
         pairs = (self.b.bitcast(value, whole) for value in (left, right))
         return self._call("x86.avx512bf16.dpbf16ps.512", self.vector, total, *pairs)
 
     def halves(self, x):
-        """Round each float to the nearest bfloat16, and return its bits in a 16-bit lane."""
+        """Round each float to the nearest bfloat16; return the bits in 16-bit lanes."""
         bits = ir.VectorType(SHORT, self.lanes)
         if self.native:
             return self._call("x86.avx512bf16.cvtneps2bf16.512", bits, x)
         return self.b.trunc(self.b.lshr(rounded_bits(self, x), self.ints(16)), bits)
 
     def pair(self, x, y):
-        """Round the vectors x and y to bfloat16, and form pairs of one number of x and one of y."""
+        """Round the vectors x and y to bfloat16; each pair has one number of x and one of y."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
             # Puts x's numbers before y's.
@@ -53,7 +53,7 @@ class PairCode(Code):
         return self.b.bitcast(self.b.or_(low, self.b.shl(high, self.ints(16))), self.vector)
 
     def in_a_row(self, x, y):
-        """Round two vectors of floats to bfloat16, and concatenate them as one vector of pairs."""
+        """Round two vectors of floats to bfloat16; return one vector of pairs of neighbours."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
             both = self._call("x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x)
@@ -63,10 +63,10 @@ class PairCode(Code):
         return self.b.bitcast(both, self.vector)
 
     def exp2(self, x):
-        """Compute 2^x for x < 128, as 2^floor(x) 2^f with 0 <= f < 1; NaN stays NaN.
+        """Compute 2^x for x < 128 as 2^floor(x) 2^f with 0 <= f < 1; NaN stays NaN.
 
-        Results below 2^-126 are exactly 0, because AVX-512's multiplication by a power of two takes
-        130 cycles if the result is subnormal.
+        Results below 2^-126 are 0, because AVX-512 takes 130 cycles to multiply by a power of two
+        if the result is subnormal.
         """
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))
@@ -84,7 +84,7 @@ class PairCode(Code):
         return b.select(seen, b.fmul(q, power), zero)
 
     def power(self, x):
-        """Compute e^x for x < 88 with the method `exp2`."""
+        """Compute e^x for x < 88 by the method `exp2`."""
         return self.exp2(self.b.fmul(x, self.const(np.log2(np.e))))
 
     def load_at(self, address):
@@ -92,7 +92,7 @@ class PairCode(Code):
         return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
 
     def _call(self, name: str, result: ir.Type, *values) -> Any:
-        """Call an LLVM intrinsic of any version of LLVM; pass bfloat16 numbers as integers."""
+        """Call an LLVM intrinsic in any version of LLVM; pass bfloat16 numbers as integers."""
         name, module = f"llvm.{name}", self.function.module
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)
@@ -100,7 +100,7 @@ class PairCode(Code):
 
 
 def pair_builder(args: str) -> Callable:
-    """Return `writer.builder` for functions that use pairs of bfloat16."""
+    """Return `writer.builder` for functions that use bfloat16 pairs."""
     return builder(args, lambda *_, **__: PairCode)
 
 

@@ -1,14 +1,14 @@
 """The CPU engine's operations on one panel, defined in plain Numba.
 
 A *panel* is a block of rows, each of which has ``width`` lanes side by side. A lane is a query in
-the forward pass and for dQ, and a key for dK and dV. If lanes are queries, a panel contains a
-transposed tile: S^T = K Q^T and O^T += V^T P^T. So the softmax is computed per lane without
-shuffles, and K and V are read in memory order, one scalar at a time. Only Q is transposed, once for
-a whole loop over key tiles. Arrays are flat: ``S[s0 + r * ld + c]`` is row r, lane c.
+the forward pass and for dQ, and a key for dK and dV. If lanes are queries, a panel is a transposed
+tile, as in S^T = K Q^T and O^T += V^T P^T. So the softmax needs no shuffles between lanes, and K
+and V are read in memory order, one scalar at a time. Only Q is transposed, once per loop over key
+tiles. Arrays are flat: ``S[s0 + r * ld + c]`` is row r, lane c.
 
-On CPUs whose vector registers are known (`registers.py`), vector code replaces each function. The
-decorator `vector.operation` names the vector code that a function specifies. The type of the first
-argument, `cpu`, selects vector or plain code, and tests compare the results of both.
+On CPUs with known vector registers (`registers.py`), vector code replaces each function. The
+decorator `vector.operation` names a function's vector code. The type of the first argument, `cpu`,
+selects vector or plain code; tests compare both.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ LOG2E = 1.4426950408889634
 def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
     """Compute C = A B for C (rows, width), A (rows, n) and B (n, width).
 
-    `row` and `step` are the strides of A. If the CPU multiplies pairs of bfloat16
-    (`Blocking.pairs`), each element is a pair, a product of two elements is their dot product, and
-    a row of A is contiguous.
+    `row` and `step` are the strides of A. If the CPU multiplies bfloat16 pairs (`Blocking.pairs`),
+    elements are pairs, products are dot products, and A's rows are contiguous.
     """
     for r in range(rows):
         for c in range(cpu.width):
@@ -69,7 +68,7 @@ def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
 
 @operation("a o0 i a o1 i i a o2 i i i a o3", build_product, mode="rescale")
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
-    """Compute C = alpha C + A B, with one alpha per lane of C."""
+    """Compute C = alpha C + A B, where each lane of C has one alpha."""
     for r in range(rows):
         for c in range(cpu.width):
             total = C[c0 + r * ldc + c] * alpha[alpha0 + c]
@@ -80,12 +79,12 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
 
 @operation("a o0 i a a a o1,2,3", build_online_softmax)
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
-    """Run one step of the online softmax in each lane: replace S by P, and update m, l and alpha.
+    """Run one online-softmax step in each lane: replace S by P, and update m, l and alpha.
 
-    The rows of `S` have stride `width`. P is 2^((S - m) log2 e). The difference S - m is computed
-    first, because users often mask padding with the smallest finite number, for which S log2 e
-    overflows. If a lane has seen no key, or only scores so low that they count as masked, 0 is
-    subtracted instead of m (to avoid inf - inf), and the lane's P and l are 0.
+    The rows of `S` have stride `width`. P is 2^((S - m) log2 e). The maximum m is subtracted before
+    the scaling, because users often mask padding with the smallest finite number, for which S log2
+    e overflows. If a lane has seen no key, or only scores that count as masked, 0 replaces m (to
+    avoid inf - inf), and the lane's P and l are 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
@@ -148,8 +147,8 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
 def side_by_side(cpu, Q, ld, rows, kind):
     """Rearrange Q (rows, ld) for the function `dots`; plain code leaves Q unchanged.
 
-    If the CPU multiplies pairs of bfloat16, the function writes each row's pairs to the first half
-    of the row, and zeros to the second half. For AMX tiles, 16 rows of Q are packed side by side.
+    If the CPU multiplies bfloat16 pairs, a row's pairs go to the row's first half, and zeros to the
+    second half. For AMX tiles, 16 rows of Q are packed side by side.
     """
 
 
@@ -157,9 +156,9 @@ def side_by_side(cpu, Q, ld, rows, kind):
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """Compute S (heads, rows) = factor[0] Q K^T, from Q (heads, d) and K (rows, d).
 
-    The function `side_by_side` must have rearranged Q. Vector code reads each row of Q up to a
-    multiple of 32 columns, and the columns after d must be 0. Vector code writes S for a multiple
-    of 4 rows of K, or of 32 rows with AMX tiles. For AMX tiles, Q must have memory for 16 heads.
+    The function `side_by_side` must have rearranged Q. Vector code reads Q's rows up to a multiple
+    of 32 columns; columns from d on must be 0. Vector code writes S for a multiple of 4 rows of K
+    (32 with AMX tiles). For AMX tiles, Q must have memory for 16 heads.
     """
     for h in range(heads):
         for r in range(rows):
@@ -174,8 +173,8 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
     """Run one step of the online softmax along the rows of S (heads, n), one row per head.
 
     The row length n must be a multiple of 32. For 16-bit inputs, P is rounded to the inputs' type,
-    but l adds the elements of P before they are rounded. If the CPU multiplies pairs of bfloat16, P
-    is stored as pairs of neighbours in the first half of each row.
+    but l adds unrounded elements of P. If the CPU multiplies bfloat16 pairs, P is stored as pairs
+    of neighbours in each row's first half.
     """
     log2e = S.dtype.type(LOG2E)
     for h in range(heads):
@@ -198,8 +197,8 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
     """Compute O (heads, dv) += P V, from P (heads, keys) of `softmax_along` and V (keys, dv).
 
-    If V contains 16-bit numbers, P must have V's type. Vector code also adds zeros to the columns
-    of O after dv, up to a multiple of 32. For AMX tiles, O and P must have memory for 16 heads.
+    If V contains 16-bit numbers, P must have V's type. Vector code also adds zeros to columns of O
+    from dv on, up to a multiple of 32. For AMX tiles, O and P must have memory for 16 heads.
     """
     for h in range(heads):
         for x in range(dv):
@@ -211,7 +210,7 @@ def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
 
 @operation("a a o1 i i i a", build_transpose, out=False)
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
-    """Transpose `cols` columns of X (rows, d), times a factor per row, into panels (see `pack`)."""
+    """Transpose `cols` columns of X (rows, d) into panels, times a factor per row (see `pack`)."""
     w = cpu.width
     for row in range(rows):
         for x in range(cols):
@@ -253,7 +252,7 @@ def widen(cpu, floats, f0, halves, h0, n, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=True)
 def narrow(cpu, floats, f0, halves, h0, n, kind):
-    """Round n floats to 16-bit numbers, ties to even; large ones become infinity in float16."""
+    """Round n floats to 16-bit numbers, ties to even; in float16, large ones become infinity."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = np.float32(floats[f0 + i])
@@ -262,7 +261,7 @@ def narrow(cpu, floats, f0, halves, h0, n, kind):
 
 @part
 def number_at(X, i, kind):
-    """Return number i of an array as a float; `kind` is its 16-bit type, or None for floats."""
+    """Return number i of an array as a float; `kind` is a 16-bit type, or None for floats."""
     if kind is None:
         return X[i]
     bits = X.view(np.uint16)[i]
@@ -271,7 +270,7 @@ def number_at(X, i, kind):
 
 @part
 def rounded_number(x, kind):
-    """Round a float to the nearest number of a 16-bit type, and return that number as a float."""
+    """Round a float to a 16-bit type, and return the result as a float."""
     if kind == BFLOAT16:
         return number_of(bits_of(x))
     return _number_of_float16(_bits_of_float16(x))
@@ -320,7 +319,7 @@ def _bits_of_float16(x):
 
 @part
 def _drop(u, n):
-    """Round the float32 with bits `u` to n fewer mantissa bits (nearest, ties to even)."""
+    """Round the float32 with bits `u` to n fewer mantissa bits (to nearest, ties to even)."""
     unit = np.uint32(1)
     even = (u >> n) & unit
     return np.uint32((u + (unit << (n - unit)) - unit + even) >> n << n)

@@ -1,15 +1,14 @@
-"""Describes this CPU's vector registers, and how a panel (a block of scores) fills registers.
+"""Describes this CPU's vector registers, and how a panel (block of scores) uses them.
 
 A matrix product keeps accumulators for `ROWS` rows by ``vecs`` vectors of C in registers. Six rows
 by two vectors use 15 of AVX2's 16 registers: 12 accumulators, 2 vectors of the right operand, and 1
-scalar copied to all lanes. To issue two vector multiply-adds in every cycle, a CPU needs at least 8
-to 16 independent sums: 8 with AVX2, whose latency is 4 cycles.
+scalar copied to all lanes. Two vector multiply-adds per cycle need 8 to 16 independent sums: 8 with
+AVX2, whose latency is 4 cycles.
 
-Each kind of CPU has a class without methods, such as `Avx2`. The argument `cpu` of a kernel is an
-object of one of these classes. The class of `cpu` selects the version of each operation in
-`plain.py` that Numba compiles, and is part of a kernel's key in Numba's disk cache. The environment
-variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this
-machine's.
+Each kind of CPU is a class without methods, such as `Avx2`. A kernel's argument `cpu` is an object
+of such a class. The class of `cpu` selects the version of each operation in `plain.py`, and is part
+of the key in Numba's disk cache. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES (environment variables) can
+select a CPU with fewer registers.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon | Avx2Narrow | Avx512Narro
 
 
 class Blocking(NamedTuple):
-    """How the code of a matrix product uses the CPU's registers.
+    """How a matrix product's code uses the CPU's registers.
 
-    `register` is the size of a vector register in bytes, and `vecs` the number of registers that
-    one row of a panel fills. With `prefetch`, products prefetch the data that they read next
-    (docs/notebooks/cpu.md). `pairs` names the method that multiplies bfloat16 pairs (a key of
-    `bf16_dot.codegen.PRODUCTS`), or is "" if products use floats.
+    `register` is the size of a vector register in bytes, and `vecs` the number of registers per row
+    of a panel. With `prefetch`, products prefetch their next data (docs/notebooks/cpu.md). `pairs`
+    is the method for bfloat16 pairs (a key of `bf16_dot.codegen.PRODUCTS`), or "" for floats.
     """
 
     register: int
@@ -94,7 +92,7 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
-    """Return an object of class `Plain` if `plain`, otherwise of the fastest class for `dtype`."""
+    """Return an object of class `Plain` if `plain` is true, or of the fastest class for `dtype`."""
     kind = _host()
     block = BLOCKING[Neon if kind is Plain else kind]
     width = block.lanes(np.dtype(dtype).itemsize) * block.vecs
@@ -102,7 +100,7 @@ def best(dtype: str, *, plain: bool = False) -> Cpu:
 
 
 def narrow(cpu: Cpu, dtype: str) -> Cpu:
-    """Return the variant of `cpu` in which a row of a panel fills only one register."""
+    """Return the variant of `cpu` whose panel rows fill one register."""
     kind = NARROW[type(cpu)]
     block = BLOCKING[NeonNarrow if kind is Plain else kind]
     return kind(block.lanes(np.dtype(dtype).itemsize))
@@ -118,7 +116,7 @@ _VECTORS: dict[type[Cpu], tuple[str, ...]] = {
 
 @cache
 def _host() -> type[Cpu]:
-    """Return the fastest `Cpu` class that this CPU can run and that Numba may compile for."""
+    """Return the fastest `Cpu` class that this CPU can run and Numba may compile for."""
     has, allowed = llvm.get_host_cpu_features(), _given()
     # Without NUMBA_CPU_NAME, LLVM uses this CPU's features, except those that are switched off.
     own = getattr(config, "CPU_NAME") is None  # noqa: B009
@@ -132,7 +130,7 @@ def _host() -> type[Cpu]:
 
 
 def _given() -> list[str]:
-    """Return the CPU features that Numba passes to LLVM, such as "+avx2" (on) or "-avx2" (off)."""
+    """Return the CPU features that Numba gives to LLVM, such as "+avx2" (on) or "-avx2" (off)."""
     features: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
     return (codegen.get_host_cpu_features() if features is None else features).split(",")
 
@@ -146,10 +144,10 @@ def paired(micro_kernel: str) -> Cpu:
 
 @cache
 def pays(micro_kernel: str) -> bool:
-    """Return whether a bfloat16 micro-kernel should be faster than the float32 code on this CPU.
+    """Return whether a bfloat16 micro-kernel should beat the float32 code on this CPU.
 
-    With AVX-512's bfloat16 instruction (VDPBF16PS), attention passes took 1.4 to 1.8 times as long
-    as in float32 on one thread of an Intel Xeon, but 0.55 to 0.7 times as long on an AMD Zen 4.
+    With AVX-512's VDPBF16PS, passes took 1.4 to 1.8 times as long as in float32 on one thread of an
+    Intel Xeon, and 0.55 to 0.7 times as long on an AMD Zen 4.
     """
     return micro_kernel == "amx" or zen()
 
@@ -160,10 +158,10 @@ def zen() -> bool:
 
 
 def without(micro_kernel: str) -> str | None:
-    """Return the reason why this process cannot run a bfloat16 micro-kernel, or None if it can.
+    """Return why this process cannot run a bfloat16 micro-kernel, or None if it can.
 
-    An instruction that the CPU lacks would crash the process. So both the CPU's features and the
-    features that Numba may use (NUMBA_CPU_FEATURES) are checked.
+    An instruction that the CPU lacks would crash the process. So the function checks both the CPU's
+    features and those that Numba may use (NUMBA_CPU_FEATURES).
     """
     lacks = _lacks(micro_kernel)
     if lacks:
@@ -177,6 +175,6 @@ def _lacks(micro_kernel: str) -> list[str]:
 
 
 def lacking(features: tuple[str, ...]) -> list[str]:
-    """Return the `features` that the CPU lacks or that Numba does not let LLVM use."""
+    """Return those of `features` that the CPU lacks or Numba does not let LLVM use."""
     has, allowed = llvm.get_host_cpu_features(), _given()
     return [x for x in features if not (has.get(x) and f"+{x}" in allowed)]

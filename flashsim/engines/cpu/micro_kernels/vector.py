@@ -1,4 +1,4 @@
-"""Makes compiled kernels run vector code for an operation if the CPU's registers are known."""
+"""Makes compiled kernels use an operation's vector code if the CPU's registers are known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:
-    """Decorate a plain function, so that compiled callers run its vector code if there is any."""
+    """Decorate a plain function; compiled callers run vector code instead, if there is any."""
     code = vector_intrinsic(layout, build, **options)
 
     def vectorised(cpu, *args):
@@ -26,10 +26,10 @@ def operation(layout: str, build: Callable, **options) -> Callable:
 
 
 def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
-    """Decorate, like `operation`, a plain definition that may read or write 16-bit numbers.
+    """Decorate a plain definition, like `operation`, that may read or write 16-bit numbers.
 
-    The definition's last argument is the 16-bit type, BFLOAT16 or FLOAT16, or None. At compile
-    time, Numba knows only whether the last argument is None, and not its value.
+    The definition's last argument is a 16-bit type (BFLOAT16 or FLOAT16) or None. When Numba
+    compiles, only whether the last argument is None is known.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)
@@ -62,8 +62,8 @@ def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
     """Return a Numba intrinsic that passes addresses to the LLVM function that `build` writes.
 
     `layout` has one code per argument after `cpu`: ``a`` is an array, ``o2`` an offset into array
-    number 2, and ``i`` an integer, which is passed unchanged. The elements of all arrays must be as
-    wide as those of the first array, or 16 bits wide.
+    2, and ``i`` an integer. All arrays' elements are as wide as those of the first array, or 16
+    bits wide.
     """
     slots = layout.split()
 

@@ -1,4 +1,4 @@
-"""Writes LLVM IR over vectors, which LLVM lowers to AVX2, AVX-512 or NEON; does not use Numba."""
+"""Writes LLVM IR with vectors, which LLVM turns into AVX2, AVX-512 or NEON code; needs no Numba."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ ELEMENT = {4: ir.FloatType(), 8: ir.DoubleType()}
 
 
 class Code:
-    """Writes the body of one LLVM function over vectors of one type.
+    """Writes the body of one LLVM function, whose vectors all have one type.
 
-    The function is added to `module` unless it is there already. `itemsize` is 4 (float) or 8
-    (double). `args` has one letter per argument: ``p`` address of elements, ``i`` integer.
+    If `module` lacks the function, it is added to the module. `itemsize` is 4 (float) or 8
+    (double). `args` has one letter per argument: ``p`` for an address of elements, ``i`` for an
+    integer.
     """
 
     def __init__(
@@ -52,16 +53,16 @@ class Code:
         return ir.Constant(self.vector, [float(value)] * self.lanes)
 
     def masked(self) -> ir.Constant:
-        """Return a vector whose lanes all hold the largest score that counts as masked."""
+        """Return a vector with the largest score that counts as masked in every lane."""
         return self.const(masked_score(np.float32 if self.itemsize == 4 else np.float64))
 
     def ints(self, value: int) -> ir.Constant:
-        """Return a vector of integers with `value` in every lane, each as wide as an element."""
+        """Return a vector of integers as wide as elements, with `value` in every lane."""
         kind = ir.VectorType(ir.IntType(8 * self.itemsize), self.lanes)
         return ir.Constant(kind, [value] * self.lanes)
 
     def at(self, base, *offsets):
-        """Return the address `base` plus the offsets, which count elements."""
+        """Return the address `base` plus offsets that count elements."""
         for offset in offsets:
             if isinstance(offset, int):
                 offset = ir.Constant(INT, offset)
@@ -90,7 +91,7 @@ class Code:
         self.b.store(value, self.b.bitcast(address, value.type.as_pointer()), align=self.itemsize)
 
     def prefetch(self, address, cache: int = 1) -> None:
-        """Prefetch the cache line at an address into L1 or L2; the address need not be valid."""
+        """Prefetch the cache line of an address, which need not be valid, into L1 or L2."""
         kind, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         signature = ir.FunctionType(VOID, [kind, flag, flag, flag])
         function = self.function.module.declare_intrinsic("llvm.prefetch", [kind], signature)
@@ -98,7 +99,7 @@ class Code:
         self.b.call(function, [self.b.bitcast(address, kind), read, near, data])
 
     def vectors(self, address) -> list:
-        """Return the addresses of the vectors that form the panel row at `address`."""
+        """Return the addresses of the vectors in the panel row at `address`."""
         return [self.at(address, v * self.lanes) for v in range(self.vecs)]
 
     def spread(self, address):
@@ -120,18 +121,18 @@ class Code:
         return self.b.call(module.globals[name], [x, y, z])
 
     def larger(self, x, y):
-        """Return max(x, y); a NaN in y is kept, but a NaN in x is not."""
+        """Return max(x, y), which is NaN if y is NaN, but not if x is."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def smaller(self, x, y):
-        """Return min(x, y); a NaN in y is kept, but a NaN in x is not."""
+        """Return min(x, y), which is NaN if y is NaN, but not if x is."""
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def whole(self, shifted: list) -> tuple[list, list]:
-        """Return x, rounded to integers n, and 2^n; `shifted` has vectors x + `Exponential.magic`.
+        """Round x to integers n, and return n and 2^n; `shifted` holds x + `Exponential.magic`.
 
-        The low bits of x + magic are n + bias, and one shift turns these bits into the float 2^n.
-        Each step is emitted for all vectors at once, so that their dependency chains overlap.
+        The low bits of x + magic are n + bias, and a shift turns these into the float 2^n. Each
+        step is emitted for all vectors together, so that dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -142,18 +143,18 @@ class Code:
         return ns, powers
 
     def polynomial(self, coefficients: tuple[float, ...], fs: list) -> list:
-        """Evaluate a polynomial, constant term first, at several vectors in parallel."""
+        """Evaluate a polynomial (constant term first) at several vectors in parallel."""
         ps = [self.const(coefficients[-1])] * len(fs)
         for coefficient in coefficients[-2::-1]:
             ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]
         return ps
 
     def exp(self, xs: list) -> list:
-        """Compute e^x of several vectors, as 2^n 2^f with n + f = x log2 e and |f| <= 1/2.
+        """Compute e^x of several vectors as 2^n 2^f, with n + f = x log2 e and |f| <= 1/2.
 
-        The argument x must be below bias ln 2. Fused multiply-adds compute n and f, so x log2 e is
-        never rounded on its own. Results below the smallest normal number (also for x = -inf) are
-        exactly 0; NaN stays NaN.
+        x must be below bias ln 2. Fused multiply-adds compute n and f, so x log2 e is not rounded
+        separately. Results below the smallest normal number (also for x = -inf) are 0; NaN stays
+        NaN.
         """
         e, log2e = Exponential.of(self.itemsize), self.const(np.log2(np.e))
         low, magic = self.const(-e.bias * np.log(2)), self.const(e.magic)
@@ -169,8 +170,8 @@ class Code:
 
         With z = 2 log2 e x / c and y = 2^z - 1, tanh is y / (y + 2). The sum y = 2^n (2^f - 1) +
         (2^n - 1) loses no precision for small x. The polynomial's error is small relative to 2^f -
-        1, and f is corrected for the rounding errors of z and of the factor 2 log2 e / c. The limit
-        of |z| is twice the number of mantissa bits; beyond it, tanh is +-1 to the last bit.
+        1, and f is corrected for rounding errors of z and of 2 log2 e / c. |z| is limited to twice
+        the number of mantissa bits; beyond this limit, tanh is +-1 to the last bit.
         """
         e, b, unit, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
         high, low = (self.const(part) for part in e.twice_log2e)
@@ -193,9 +194,9 @@ class Code:
         return [b.fdiv(y, b.fadd(y, two)) for y in ys]
 
     def transposed(self, rows: list) -> list:
-        """Return the columns of a square matrix, given as vectors of its rows.
+        """Return the columns of a square matrix, which is passed as vectors of rows.
 
-        In steps n = 1, 2, 4, .., pairs of vectors that are n apart exchange blocks of n lanes.
+        In steps n = 1, 2, 4, .., vectors that are n apart exchange blocks of n lanes.
         """
         size = 1
         while size < self.lanes:
@@ -233,12 +234,12 @@ class Code:
         return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
-        """Return a vector of chosen lanes of x and y, numbered as if y followed x."""
+        """Return a vector of chosen lanes of x and y; y's lanes are numbered after x's."""
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
     def step(self, left, right, total):
-        """Return `total` + `left` * `right`: all lanes of `left` hold one scalar of A."""
+        """Return `total` + `left` * `right`; all lanes of `left` hold the same scalar of A."""
         return self.fma(left, right, total)
 
     # -- control --------------------------------------------------------------------------------
@@ -246,8 +247,7 @@ class Code:
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
         """Emit a loop of ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count.
 
-        The method returns the last value of `carried`. If nothing is carried, `body` may return
-        None.
+        The last value of `carried` is returned. If nothing is carried, `body` may return None.
         """
         b, f = self.b, self.function
         before = b.block
@@ -277,11 +277,11 @@ class Code:
 
 
 def builder(args: str | Callable[..., str], writer: Callable = lambda block, **_: Code) -> Callable:
-    """Return the builder of an LLVM function that ``body(code, *arguments, **options)`` writes.
+    """Return the builder of an LLVM function whose body ``body(code, ...)`` writes.
 
-    ``build(module, block, itemsize, **options)`` returns the function, and writes it first if the
-    module does not have it. `args` is the argument `args` of `Code`, or a function that computes it
-    from the options. ``writer(block, **options)`` returns the class of `code`.
+    ``build(module, block, itemsize, **options)`` returns the function in `module`, and writes it if
+    it is missing. `args` is passed to `Code`, or is a function that computes this value from the
+    options. ``writer(block, **options)`` returns the class of `code`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., ir.Function]:

@@ -1,1 +1,1 @@
-"""Functions that all compiled kernels use, such as atomics and the allocation of arrays."""
+"""Functions that all compiled kernels use, such as atomics and array allocation."""

@@ -12,7 +12,7 @@ from flashsim.engines.cpu.primitives.borrowed_args import intrinsic
 
 @intrinsic
 def panel_array(context, n, dtype):
-    """Allocate n elements, aligned to a cache line, which an AVX-512 register exactly fills."""
+    """Allocate n elements aligned to a cache line, the size of an AVX-512 register."""
     array = types.Array(dtype.dtype, 1, "C")
 
     def codegen(context, builder, signature, args):

@@ -1,4 +1,4 @@
-"""Atomic operations, as Numba intrinsics, by which the threads of a kernel share work."""
+"""Atomic operations, as Numba intrinsics, with which a kernel's threads share work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _address(context, builder, kind, array, index):
 
 @intrinsic
 def fetch_add(context, counter):
-    """Add 1 to ``counter[0]`` atomically, and return its old value."""
+    """Add 1 to ``counter[0]`` atomically, and return the old value."""
 
     def codegen(context, builder, signature, args):
         zero = ir.Constant(INT, 0)
@@ -31,9 +31,9 @@ def fetch_add(context, counter):
 
 @intrinsic
 def arrive(context, array, index):
-    """Add 1 to ``array[index]`` atomically, and return its old value.
+    """Add 1 to ``array[index]`` atomically, and return the old value.
 
-    A call sees all data that other threads wrote before their earlier calls of `arrive`.
+    A call makes visible all data that other threads wrote before their earlier calls of `arrive`.
     """
 
     def codegen(context, builder, signature, args):
@@ -45,7 +45,7 @@ def arrive(context, array, index):
 
 @intrinsic
 def load_acquire(context, array, index):
-    """Return ``array[index]``; all data written before its `store_release` is then visible."""
+    """Return ``array[index]``, and make visible all data written before its `store_release`."""
 
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args)
@@ -68,7 +68,7 @@ def store_release(context, array, index, value):
 
 @intrinsic
 def give_way(context):
-    """Yield this CPU to another thread, perhaps to the thread for which this thread waits."""
+    """Yield this CPU to another thread, perhaps the one for which this thread waits."""
 
     def codegen(context, builder, signature, args):
         name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"

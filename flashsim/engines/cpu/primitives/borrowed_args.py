@@ -1,4 +1,4 @@
-"""Passes arrays to a kernel without counting references, because the arrays outlive the call."""
+"""Passes arrays to a kernel without reference counting, because the arrays outlive the call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _OWNERS = "meminfo", "parent"
 
 
 class ByAddress(types.Type):
-    """The Numba type of a named tuple that is passed by its address instead of field by field.
+    """The Numba type of a named tuple that is passed by address, not field by field.
 
-    By default, Numba passes an array as seven numbers through every function call, and counts
-    references to the array at each call.
+    Numba would pass an array as seven numbers to every function, and count references at each call.
     """
 
     def __init__(self, of: types.BaseTuple) -> None:
@@ -32,7 +31,7 @@ class ByAddress(types.Type):
 
 @register_model(ByAddress)
 class _AddressModel(models.PrimitiveModel):
-    """The data model of `ByAddress`, which is a single address."""
+    """The data model of `ByAddress`: a single address."""
 
     def __init__(self, dmm, fe_type):
         lies = dmm.lookup(fe_type.of).get_value_type()
@@ -81,7 +80,7 @@ def _without_owners(array):
 
 
 def _lent(kind: Any) -> Any:
-    """Return the type of an argument inside a kernel: `ByAddress` for a named tuple with arrays."""
+    """Return the type of a kernel's argument: `ByAddress` for a named tuple with arrays."""
     named = isinstance(kind, types.BaseNamedTuple)
     return ByAddress(kind) if named and _holds_arrays(kind) else kind
 
@@ -90,8 +89,8 @@ def _lent(kind: Any) -> Any:
 def call_with_lent(context, kernel, cpu, arguments):
     """Call ``kernel(cpu, *arguments)`` without counting references; pass named tuples by address.
 
-    At every call, Numba counts references to arrays that have owners, so threads would contend for
-    the counters.
+    Numba counts references to arrays with owners at every call, and threads would contend for these
+    counters.
     """
     signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})
 
@@ -116,7 +115,7 @@ def _holds_arrays(kind: Any) -> bool:
 
 @intrinsic
 def borrow(context, value):
-    """Return `value` (an array, a number or a nested tuple) with arrays that have no owner.
+    """Return `value` (an array, a number or a nested tuple), in which no array has an owner.
 
     The caller must keep `value` alive as long as the result is used.
     """

@@ -1,9 +1,9 @@
-"""Compiles a kernel together with all functions it calls, so that LLVM optimises each only once.
+"""Compiles a kernel together with the functions it calls, so that LLVM optimises each only once.
 
-By default, Numba compiles every called `@njit` function to machine code of its own, which never
-runs. Numba also optimises each called function's LLVM IR again in every caller. Here, a `part` is a
-function that is only lowered to LLVM IR. The library of a `Whole`, a kernel's entry function, links
-in every part that the kernel calls, directly or indirectly, and optimises everything once.
+By default, Numba compiles every called `@njit` function separately to machine code, which never
+runs. Numba also optimises a called function's LLVM IR in every caller. A `part` is a function that
+this module only lowers to LLVM IR. The library of a `Whole`, a kernel's entry function, links in
+every part that the kernel calls, directly or indirectly, and optimises everything once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numba.extending import overload
 
 
 class _Text(JITCodeLibrary):
-    """A part's LLVM IR, which is linked into other libraries and never loaded by itself."""
+    """A part's LLVM IR, which other libraries link in, and which is never loaded by itself."""
 
     _shared_module: Any
     _linking_libraries: list[Any]
@@ -30,7 +30,7 @@ class _Text(JITCodeLibrary):
         ll_module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
-        """Finish the library, but link in no callees and generate no machine code."""
+        """Finish the library without linking in callees or generating machine code."""
         self._raise_if_finalized()
         self._finalize_final_module()
 
@@ -44,7 +44,7 @@ class _Text(JITCodeLibrary):
         self._finalized = True
 
     def _get_module_for_linking(self):
-        """Return the IR of this library and its callees, for a caller that Numba compiles."""
+        """Return the IR of this library with its callees, for a caller that Numba compiles."""
         self._ensure_finalized()
         if self._shared_module is None:
             self._shared_module = self._final_module.clone()
@@ -53,32 +53,32 @@ class _Text(JITCodeLibrary):
 
 
 class _HotText(_Text):
-    """The LLVM IR of an inner loop, optimised once more before linking, to unroll it further."""
+    """An inner loop's LLVM IR, optimised once before linking, to unroll the loop further."""
 
     _optimize_functions = JITCodeLibrary._optimize_functions
 
     def finalize(self) -> None:
-        """Link in the callees, and optimise the whole library."""
+        """Link in the callees, and optimise the complete library."""
         _link(self, self._final_module)
         self._linking_libraries = []
         super(_Text, self).finalize()
 
 
 class _Whole(JITCodeLibrary):
-    """The machine code of a function that Python calls, and of all functions that it calls."""
+    """The machine code of a function that Python calls, and of its callees."""
 
     _linking_libraries: list[Any]
     _optimize_functions = _Text._optimize_functions
 
     def finalize(self) -> None:
-        """Link in every callee once; Numba itself would link a callee again for each caller."""
+        """Link in every callee once; Numba would link a callee again for each caller."""
         _link(self, self._final_module)
         self._linking_libraries = []
         super().finalize()
 
 
 def _link(library: Any, module: Any) -> None:
-    """Link all callees of a library, direct and indirect, into the library's module."""
+    """Link a library's callees, direct and indirect, into the library's module."""
     seen, left = set(), list(library._linking_libraries)
     while left:
         callee = left.pop()
@@ -166,13 +166,13 @@ class HotPart(Part):
 
 
 def using(pipeline: type[Part], definition: Callable, choose: Callable, **options: Any) -> None:
-    """Make compiled code call the function `choose(*types)` where the source calls `definition`."""
+    """Make compiled code call ``choose(*types)`` wherever the source calls `definition`."""
     jit_options: Any = {"pipeline_class": pipeline, "error_model": "numpy", **options}
     overload(definition, strict=False, jit_options=jit_options)(choose)
 
 
 def part(definition: Callable | None = None, *, pipeline: type[Part] = Part, **options: Any) -> Any:
-    """Decorate a function as a part of kernels; a call from Python runs the plain function."""
+    """Decorate a function as a part of kernels; Python calls run the plain function."""
     if definition is None:
         return lambda function: part(function, pipeline=pipeline, **options)
     using(pipeline, definition, lambda *_: definition, **options)

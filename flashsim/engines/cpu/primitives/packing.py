@@ -1,4 +1,4 @@
-"""Transposes the rows of a tensor in memory to panels, and panels back to rows."""
+"""Transposes a tensor's rows in memory to panels, and panels back to rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SIDE = 16
 
 @part
 def panels_of(cpu, n):
-    """Return the number of panels that n lanes fill, counting a partly filled last panel."""
+    """Return how many panels n lanes fill, with a partly filled last panel counted."""
     return (n + cpu.width - 1) // cpu.width
 
 
 @part
 def filled(n, value, dtype):
-    """Return an array of n equal numbers; the code compiles three times as fast as `np.full`."""
+    """Return an array of n equal numbers; this compiles three times as fast as `np.full`."""
     array = panel_array(n, dtype)
     fill(array, array.dtype.type(value))
     return array
@@ -29,20 +29,20 @@ def filled(n, value, dtype):
 
 @part
 def fill(X, value):
-    """Set all elements of X to `value`, which must have the same type as X."""
+    """Set all elements of X to `value`, which must have the type of X's elements."""
     for i in range(X.size):
         X[np.uint64(i)] = value
 
 
 @part
 def room_for(n, dtype, rounding):
-    """Allocate memory to convert n 16-bit numbers to floats; empty if the inputs are floats."""
+    """Allocate n floats for converted 16-bit numbers; if the inputs are floats, none."""
     return panel_array(0 if rounding is None else n, dtype)
 
 
 @part
 def widened(cpu, room, X, x0, n, rounding):
-    """Return an array of floats (X or `room`) and the index in it of the first of n numbers."""
+    """Return an array of floats (X or `room`) and the index of the first of n numbers in it."""
     if rounding is None:
         return X, x0
     widen(cpu, room, 0, X, x0, n, rounding)
@@ -51,7 +51,7 @@ def widened(cpu, room, X, x0, n, rounding):
 
 @part
 def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Transpose n rows of X into panels, after converting any 16-bit numbers to floats."""
+    """Transpose n rows of X into panels; 16-bit numbers are converted to floats first."""
     from_x, start = widened(cpu, room, X, x0, n * d, rounding)
     pack(cpu, panels, from_x, start, n, d, factors)
 
@@ -69,7 +69,7 @@ def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part(fastmath={"reassoc"})
 def look(counter, X, x0, n):
-    """Set `counter[ODD]` if any of n results is NaN or infinite (times 0, such a result is NaN)."""
+    """Set `counter[ODD]` if any of n results is NaN or infinite; such a result times 0 is NaN."""
     total = X.dtype.type(0)
     for i in range(n):
         total += X[np.uint64(x0 + i)] * X.dtype.type(0)  # as in `copy_rows`
@@ -103,9 +103,9 @@ def unpack(cpu, panels, X, x0, n, d, factors):
 
 @part
 def copy_rows(out, stride, X, x0, n, d, factor):
-    """Copy n rows of X (.., d), times `factor`, and pad each row with zeros to length `stride`.
+    """Copy n rows of X (.., d) times `factor`, padded with zeros to the length `stride`.
 
-    With signed indices instead of unsigned ones, the compiler would use gathers and scatters.
+    Indices are unsigned, because with signed ones the compiler uses gathers and scatters.
     """
     for row in range(n):
         for x in range(d):
