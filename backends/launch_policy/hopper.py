@@ -266,8 +266,8 @@ class Hopper(Family):
 
         A KV-outer pass alternates if the tensors that a head group loops over, including dQ, exceed
         the size of L2. No pass alternates under a left window, where work tiles begin at different
-        row tiles. With more work tiles than SMs, the limit is 1.25 times the L2 size, or twice for a
-        single head, because concurrent work tiles are about equally long and drift apart slowly.
+        row tiles. With more work tiles than SMs, the limit is 1.25 times the L2 size (twice for a
+        single head), because concurrent work tiles are about equally long and drift apart slowly.
         """
         p, gpu = walk.problem, walk.gpu
         more = clump * walk.tables.tiles > gpu.multiprocessors

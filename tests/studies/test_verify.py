@@ -441,7 +441,8 @@ def test_rows_are_filled_up_to_16_bytes():
     assert tensor_flops(narrow, narrow.stages[0], hopper=False) == 2 * 64 * 64 * (64 + 64)
     back = flashsim.count(p, direction="backward", tiling=Tiling(64, 64), device="B200")
     _, dkdv, _ = back.stages
-    assert tensor_flops(back, dkdv, hopper=True) == 4 * 2 * 64 * 64 * 64
+    # 16 more columns twice: log-sum-exp and delta
+    assert tensor_flops(back, dkdv, hopper=True) == 2 * 64 * 64 * (4 * 64 + 2 * 16)
 
 
 @pytest.mark.parametrize(
@@ -454,12 +455,13 @@ def test_rows_are_filled_up_to_16_bytes():
     ],
 )
 def test_hoppers_backwards_multiply_whole_sixteens(d, dv, stage, columns):
-    """As an H200's tensor cores count them; dQ^T, and wide dK and dV, are whole chunks of 64."""
+    """dQ^T, and wide dK and dV, are whole chunks of 64. C++ adds LSE and delta up to d = 128."""
     p = Problem(64, head_dim=d, head_dim_v=dv, dtype="bfloat16")
     algorithm = "flash2-fused" if stage == "fused" else "flash2"
     traffic = cases.predict(p, algorithm, "backward", Tiling(64, 64), "H200")
     found = next(s for s in traffic.stages if s.name == stage)
-    assert tensor_flops(traffic, found, hopper=True) == 2 * 64 * 64 * columns
+    more = 2 * 16 if max(d, dv) <= 128 else 0
+    assert tensor_flops(traffic, found, hopper=True) == 2 * 64 * 64 * (columns + more)
     products, chunks = {"fused": 5, "dkdv": 4, "dq": 3}[stage], -(-max(d, dv) // 64)
     in_python = tensor_flops(traffic, found, hopper=True, python=True)
     alike = max(d, dv) > 128 and stage != "dq"  # both languages divide the columns there
@@ -564,7 +566,8 @@ def test_flops_of_items_that_clusters_share_are_of_whole_thirty_twos():
     launches = shares(traffic, fused)
     columns = {n: sum(one.items for one in launches if (one.blocks > 1) == n) for n in (0, 1)}
     assert columns[1] > 0
-    visits = columns[0] * 64 * (4 * 80 + 128) + columns[1] * 64 * (4 * 96 + 128)
+    more = 2 * 16  # of S and dP, for log-sum-exp and delta
+    visits = columns[0] * 64 * (4 * 80 + 128 + more) + columns[1] * 64 * (4 * 96 + 128 + more)
     unused = sum(one.unused for one in launches) * 128
     found = tensor_flops(traffic, fused, hopper=True, launches=launches)
     assert found == 2 * 64 * 128 * (visits + unused)
