@@ -184,10 +184,10 @@ def own_errors(called: _Callable) -> _Callable:
     """Decorator for a function or class, so that wrong calls raise errors of flashsim.
 
     A missing or unknown argument raises an `UnknownArgumentError`, which lists the passed and the
-    possible arguments. If a call raises a built-in error and an argument does not match its
-    annotation, a `DTypeError` names the argument. Used on a class, the decorator covers the
-    constructor and the public methods. For a correct call, the decorator costs only one `try`
-    statement.
+    possible arguments. If a call raises a built-in error, the decorator compares the arguments with
+    their annotations. A `DTypeError` then names the first argument that does not match; if all
+    match, the built-in error is raised. Used on a class, the decorator covers the constructor and
+    the public methods. For a correct call, the decorator costs only one `try` statement.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]

@@ -246,8 +246,8 @@ class ReadyPass:
     def _counter_of(self, call: Call) -> tuple[int, Any]:
         """Return the address of a work counter that is 0, and the object that owns this memory.
 
-        No other launch uses this counter at the same time. The caller must hold the counter's owner
-        until the launch is in the stream.
+        No other launch uses this counter at the same time. The caller must keep a reference to the
+        owner until the launch is in the stream, so that the memory is not freed earlier.
         """
         stream = call.stream
         if _makes_its_counter(stream):

@@ -158,8 +158,8 @@ class _Ready:
 
         `head` lists the address and strides of each tensor in `decode_kernels.TENSORS`, and then
         the addresses in `decode_kernels.POINTERS`. `row` is the number of block-table entries per
-        sequence, and `pages` the number of pages in the pool. `capacity` is the number of rows per
-        sequence in the cache, for a kernel that reads live lengths at run time.
+        sequence, and `pages` is the number of pages in the pool. `capacity` is the number of rows
+        per sequence in the cache, for a kernel that reads live lengths at run time.
         """
         with self._lock:
             _CAPACITY.pack_into(self._args.buffer, _CAPACITY_AT, capacity)

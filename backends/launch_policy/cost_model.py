@@ -233,8 +233,9 @@ def remainder(
     Each extra launch is a pair (blocks per cluster, number of work tiles). The extra launches run
     before the main launch; all `items` work tiles have `steps` visits. A cluster of blocks shares
     each work tile of the extra launches, which costs `adding_up` extra µs. If there are two extra
-    launches, the second fills the GPU with clusters of two blocks, and the first has larger
-    clusters. The result is empty unless the extra launches save more than `_LAUNCHED` µs each.
+    launches, the first uses clusters of more than two blocks. The second uses clusters of two
+    blocks, as many as the GPU can run at the same time. The result is empty unless the extra
+    launches save more than `_LAUNCHED` µs each.
     """
 
     def takes(cluster: int) -> float:

@@ -173,8 +173,8 @@ class Decode:
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     """Return a launch's argument struct, with all fields set except addresses and strides.
 
-    `table_row` is the number of block-table entries per sequence, and `pages` that of pages in the
-    pool.
+    `table_row` is the number of block-table entries per sequence, and `pages` is the number of
+    pages in the pool.
     """
     made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
     made_of |= {"capacity": made.problem.n_kv}

@@ -50,8 +50,9 @@ def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
     if (counts != counts[:1]).any():
         walk, record, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(
-            f"in stage {name!r}, all heads must move the same bytes, but in slot {slot} of record "
-            f"{record} head {walk} reported {int(counts[walk, record, slot]):,} B and head 0 "
-            f"reported {int(counts[0, record, slot]):,} B; the kernel has a bug"
+            f"in stage {name!r}, all heads must move the same bytes, but head {walk} reported "
+            f"{int(counts[walk, record, slot]):,} B and head 0 reported "
+            f"{int(counts[0, record, slot]):,} B (record {record}, slot {slot}); the kernel has "
+            "a bug"
         )
     return counts[0].astype(np.int64)

@@ -176,7 +176,10 @@ def axis(name: str, value: Any) -> list[Any]:
     if pair and not any(isinstance(x, (tuple, list)) or x is None for x in value):
         value = [tuple(value)]  # one window, not two values
     if isinstance(value, (bytes, Mapping)):
-        raise DTypeError(f"{name} must be a value or a list of values, got {shown(value)}")
+        raise DTypeError(
+            f"{name} cannot have the type {type(value).__name__}; pass one value or a list of "
+            f"values, got {shown(value)}"
+        )
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     single = isinstance(value, (str, Tiling, Device)) or not isinstance(value, Iterable)

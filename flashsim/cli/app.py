@@ -160,7 +160,7 @@ class _Command(TyperCommand):
                 formatter.write_dl(records)
 
     def _groups(self, ctx: Any) -> dict[str, _Options]:
-        """Return a dict from group to options: pairs of (name and kind of value, help text)."""
+        """Return, per group of options, a list of pairs (name and kind of value, help text)."""
         groups: dict[str, _Options] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)

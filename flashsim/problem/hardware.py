@@ -235,9 +235,9 @@ def reported(
             return preset
     major, minor = compute_capability
     raise OptionError(
-        f"this machine's GPU is {name!r} (compute capability {major}.{minor}, {sm_count} SMs, "
-        f"{hbm_bytes / 2**30:.0f} GiB), which has no preset in flashsim; pass the GPU to predict "
-        f"for as device= (--device), one of: {', '.join(PRESETS)}"
+        f"flashsim has no preset for this machine's GPU, {name!r} (compute capability "
+        f"{major}.{minor}, {sm_count} SMs, {hbm_bytes / 2**30:.0f} GiB); choose a GPU with device= "
+        f"(or --device), one of: {', '.join(PRESETS)}"
     )
 
 

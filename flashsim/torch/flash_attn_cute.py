@@ -5,8 +5,9 @@ Tensor layouts and masks are those of `flashsim.torch.flash_attn`, except for `w
 `window_size`, a negative number is a position past the diagonal, and only None means no limit. As
 in flash-attn-4, a causal mask replaces the right limit, and two limits that leave no key are both
 ignored. `num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths `max_seqlen_q` to
-`min_seqlen_k` only tune speed in flash-attn-4, and have no effect here. Errors are `FlashSimError`;
-functions in CuTe DSL, and block-sparse and gathered keys, raise UnsupportedError.
+`min_seqlen_k` only tune speed in flash-attn-4, and have no effect here. All errors are subclasses
+of `FlashSimError`. Score and mask functions in CuTe DSL, block-sparse tensors and
+`gather_kv_indices` are not supported: these arguments raise an `UnsupportedError`.
 """
 
 from __future__ import annotations

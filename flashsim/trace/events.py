@@ -38,9 +38,9 @@ ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 
 @dataclass(frozen=True, eq=False)
 class StageTrace:
-    """The events of a stage's loops over one head, and how often the stage repeats the loops.
+    """The events of one run of a stage's loops, and the number of runs.
 
-    The stage runs the loops `repeat` times. Each run starts `stride` query heads after the previous
+    The stage runs its loops `repeat` times. Each run starts `stride` query heads after the previous
     run. In `events`, the field ``head`` counts from the first query head of the run. `costs`, int64
     (computes, kinds of FLOP + 2), exists only for a user's own algorithm. Each "compute" event has
     a row: the FLOPs by kind, then the bytes read from and written to SRAM. For built-in algorithms,

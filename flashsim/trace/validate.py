@@ -322,8 +322,8 @@ def length_of_mask(
     t_r, _, pairs = tiles(of, tiling, rows_each)
     if ptr[0] != t_r + 1 or col != kind or col[0] > pairs:
         raise ValueError(
-            f"a mask's table must have {t_r} row tiles, at most {pairs} tiles, and one kind per "
-            f"tile, but has {ptr[0] - 1} row tiles, {col[0]} tiles and {kind[0]} kinds"
+            f"a mask's table must have {t_r} row tiles, got {ptr[0] - 1}; at most {pairs} tiles, "
+            f"got {col[0]}; and as many kinds as tiles, got {kind[0]}"
         )
 
 

@@ -751,7 +751,7 @@ def test_a_gpu_is_known_by_its_name_and_figures(name):
 def test_a_gpu_that_no_preset_describes_is_named(gpu):
     with pytest.raises(
         OptionError,
-        match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*pass the GPU to predict for as dev",
+        match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*choose a GPU with device=",
     ):
         reported(*gpu)
 
@@ -785,7 +785,7 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
         named = CliRunner().invoke(app, ["verify", "-n", "64", "--device", "A100", "--heads", "1"])
         assert "on A100" in " ".join(named.output.split())
     with pytest.raises(
-        OptionError, match="backend 'simulator' does not run on a GPU; pass the GPU to predict for"
+        OptionError, match="backend 'simulator' does not run on a GPU; choose a GPU with device="
     ):
         record([replace(unnamed, backend="simulator")])
 
@@ -851,7 +851,7 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
     assert row["counted"] + 2 * 32 == row["predicted"]  # one block: two entries in tables
     counts_beside(kept).write_text('{"cases": [{}]}')
     with pytest.raises(
-        TraceError, match=r"kept.counts.json was not written by .*so that only kept.csv is read"
+        TraceError, match=r"kept.counts.json does not have the format .*to read only kept.csv, rem"
     ):
         Record.load(kept)
 

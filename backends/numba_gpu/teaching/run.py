@@ -59,8 +59,9 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
             if shared_bytes(problem, t, direction) <= SHARED_BYTES
         ]
         raise TilingError(
-            f"a {tiling} tile of the {direction} at head_dim={problem.head_dim} needs {need:,} B "
-            f"of shared memory, but the teaching kernels allow {SHARED_BYTES:,} B and 1,024 rows; "
+            f"a {tiling} tile of the {direction} pass at head_dim={problem.head_dim} needs "
+            f"{need:,} B of shared memory, but the teaching kernels allow at most "
+            f"{SHARED_BYTES:,} B, and tile sides of at most 1,024; "
             f"choose from {', '.join(str(t) for t in possible) or 'none'}"
         )
     largest = 16 if simulated() else 32  # the simulator starts one OS thread per row

@@ -3,9 +3,10 @@
 Each function has a variant for floats and a variant for pairs (in the package `bf16_dot`). The type
 of the argument `cpu` selects the variant, so a kernel's source exists only once. Float inputs are
 used in place; 16-bit inputs are first converted to floats, or packed as pairs into entire tiles,
-padded with zeros. A left operand holds one scalar or pair per row of the result and term of the
-sum. A right operand holds one row of lanes per term of the sum. `micro_kernels.plain` and
-`bf16_dot.operations` explain lanes and pairs.
+padded with zeros. `micro_kernels.plain` and `bf16_dot.operations` explain lanes and pairs. In a
+product, each element of the result is a sum of terms. A left operand holds one scalar or pair for
+each row of the result and each term. A right operand holds one row for each term, with one scalar
+or pair per lane.
 """
 
 from __future__ import annotations

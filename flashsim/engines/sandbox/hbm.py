@@ -182,7 +182,7 @@ class OpenHbm:
     # -- for the machine ------------------------------------------------------------------------
 
     def _behind(self, tensor: Remote) -> Tensor:
-        """Return the tensor of a handle, with its numbers; raise for a handle of another HBM."""
+        """Return the `Tensor` of a handle; raise an error if another HBM created the handle."""
         if self._remotes.get(tensor.name) is not tensor:
             raise MemoryModelError(
                 f"{tensor!r} belongs to another machine; use the tensors in machine.hbm of this "

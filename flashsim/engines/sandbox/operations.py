@@ -16,7 +16,10 @@ from flashsim.errors import MemoryModelError, ShapeError
 
 
 class TileBase:
-    """Numbers in simulated SRAM (a `Room`); users do not see the leading axes for heads."""
+    """A tile in simulated SRAM, or a view of a tile.
+
+    The array `_view` has two leading axes for heads, which `shape` and `ndim` leave out.
+    """
 
     __slots__ = ("_lease", "_number", "_view")
 

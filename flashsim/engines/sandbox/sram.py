@@ -180,7 +180,7 @@ class OpenSram(Scopes):
         return Lease(room)
 
     def _give_back(self, room: Room, where: str) -> None:
-        """Free a tile's SRAM (a `Room`), and overwrite the numbers with NaN."""
+        """Free the SRAM of a tile and its views, and overwrite its numbers with NaN or False."""
         room.gone = where
         if room.data.flags.writeable:
             room.data.fill(np.nan if room.data.dtype != bool else False)

@@ -99,8 +99,8 @@ class Case:
             return self
         if self.backend in ON_CPU:
             raise OptionError(
-                f"backend {self.backend!r} does not run on a GPU; pass the GPU to predict for as "
-                f"device=, one of: {', '.join(PRESETS)}"
+                f"backend {self.backend!r} does not run on a GPU; choose a GPU with device=, "
+                f"one of: {', '.join(PRESETS)}"
             )
         return replace(self, device=here())
 

@@ -1,6 +1,7 @@
 """Computes the bytes that cross between L2 and the SMs, from the kernels' tiles.
 
-More bytes cross than the problem's tensors have, for these reasons:
+When kernels load and store tiles, more bytes cross than the tiles' elements have, for these
+reasons:
 
 - Rows in HBM are padded to 16 bytes.
 - L2 sends sectors of 32 bytes. If rows have an odd number of 16-byte pieces, every other row begins

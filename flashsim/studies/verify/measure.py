@@ -57,9 +57,9 @@ class Record:
             return cls(cases, path.read_text(), _counted(values["counted"]))
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(
-                f"the file {beside} was not written by `flashsim verify --save` "
-                f"({type(error).__name__}: {error}); remove {beside.name}, so that only "
-                f"{path.name} is read"
+                f"the file {beside} does not have the format of `flashsim verify --save` "
+                f"({type(error).__name__}: {error}); to read only {path.name}, remove "
+                f"{beside.name}"
             ) from error
 
 

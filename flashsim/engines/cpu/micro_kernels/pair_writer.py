@@ -100,7 +100,7 @@ class PairCode(Code):
 
 
 def pair_builder(args: str) -> Callable:
-    """Return `writer.builder` for functions that use bfloat16 pairs."""
+    """Return the decorator `writer.builder(args)` for functions over bfloat16 pairs."""
     return builder(args, lambda *_, **__: PairCode)
 
 
