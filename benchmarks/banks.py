@@ -121,7 +121,7 @@ def compared(measured: list[dict[str, float]]) -> Table:
             far = name == "sectors"
             before, after = (far_idle, far_busy) if far else (idle, busy)
             cells += [getattr(request, name), (after[name] - before[name]) / TIMES]
-        table.rows.append((request.pattern, request.layout, request.width, *cells))
+        table.add(request.pattern, request.layout, request.width, *cells)
     return table
 
 

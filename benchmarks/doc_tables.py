@@ -127,7 +127,7 @@ def on_paper(direction: str) -> Table:
             for n in ranks
         }  # fmt: skip
         cells = (f"{100 * shares[n]:.1f}" if n in shares else "" for n in every)
-        table.rows.append((name, *cells))
+        table.add(name, *cells)
 
     for scheme in distributed.SCHEMES:
         row(scheme, scheme, every[:3] if scheme == "ulysses" else every)
@@ -149,7 +149,7 @@ def softmax_matmul() -> Table:
         each = {row["BLOCK"]: row for row in rows if row["d2"] == d2}
         times = [float(each[block]["forward_ms_mean"]) for block in ("16", "32", "64", "NA")]
         peaks = [float(each[block]["forward_peak_MiB"]) for block in ("16", "NA")]
-        table.rows.append((int(d2), *times, *peaks))
+        table.add(int(d2), *times, *peaks)
     return table
 
 
@@ -164,7 +164,7 @@ def attention() -> Table:
     for n in dict.fromkeys(n for n, *_ in found):
         each = [found[n, dtype, names[x]] for dtype, x in columns]
         pairs = ((float(r["forward_ms"]), float(r["backward_ms"])) for r in each)
-        table.rows.append((int(n), *(f"{one:.3g} / {other:.3g}" for one, other in pairs)))
+        table.add(int(n), *(f"{one:.3g} / {other:.3g}" for one, other in pairs))
     return table
 
 
@@ -185,7 +185,7 @@ def decode_counters() -> Table:
     for launch in dict.fromkeys(row["launch"] for row in rows):
         of = {row["quantity"]: row for row in rows if row["launch"] == launch}
         pairs = ((int(of[x]["counted_B"]), int(of[x]["measured_B"])) for x in named)
-        table.rows.append((launch, *(n for pair in pairs for n in pair)))
+        table.add(launch, *(n for pair in pairs for n in pair))
     return table
 
 
@@ -204,7 +204,7 @@ def soaked_counts() -> Table:
     table = Table("", tuple(head))
     table.rows += [(*row[:2], *map(int, row[2:])) for row in rows]
     whole = [sum(column) for column in zip(*(row[2:] for row in table.rows), strict=True)]
-    table.rows.append(("all", "", *whole))
+    table.add("all", "", *whole)
     return table
 
 
@@ -215,7 +215,7 @@ def soaked() -> tuple[Table, Table]:
     inside = Table("", ("quantity", "within its target", "of"))
     for quantity in dict.fromkeys(one.quantity for one in found):
         those = [one for one in found if one.quantity == quantity]
-        inside.rows.append((quantity, sum(not one.misses for one in those), len(those)))
+        inside.add(quantity, sum(not one.misses for one in those), len(those))
     inside.rows.sort()
     return verify.table(found, 4), inside
 

@@ -87,7 +87,7 @@ def main() -> None:
             counts = loop.total() - left_out, sum(loop[x] for x in MASK), loop["MUFU"]
             cells = (f"{x / scores:.2f}" for x in counts)
             model = fitted * (1 + SCALED * d / tile.block_k)
-            table.rows.append((name, d, str(tile), *cells, f"{model:.2f}"))
+            table.add(name, d, str(tile), *cells, f"{model:.2f}")
     print(table.text(width=110))
 
 

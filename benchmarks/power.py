@@ -359,14 +359,12 @@ def table(passes: list[Measured], energy: Energy) -> Table:
         p = one.problem
         heads = f"{p.heads}/{p.kv_heads}" if p.group > 1 else f"{p.heads}"
         words = f"{p.batch} x {heads}, N={p.n_q}, d={p.head_dim}" + ", causal" * p.causal
-        found.rows.append(
-            (
-                *(one.row["kind"], one.row["name"], words, round(one.figure("watts"))),
-                *(round(one.figure("MHz")), round(HIGHEST * held(one, energy).clock)),
-                *(f"{one.figure('us') / 1e3:.3f}", f"{wrong(one, energy, 'us'):+.1f}"),
-                *(f"{one.figure('joules'):.3f}", f"{wrong(one, energy, 'joules'):+.1f}"),
-                "fitted" if one.fitted else "held out",
-            )
+        found.add(
+            *(one.row["kind"], one.row["name"], words, round(one.figure("watts"))),
+            *(round(one.figure("MHz")), round(HIGHEST * held(one, energy).clock)),
+            *(f"{one.figure('us') / 1e3:.3f}", f"{wrong(one, energy, 'us'):+.1f}"),
+            *(f"{one.figure('joules'):.3f}", f"{wrong(one, energy, 'joules'):+.1f}"),
+            "fitted" if one.fitted else "held out",
         )
     return found
 
@@ -380,7 +378,7 @@ def errors(passes: list[Measured], energy: Energy) -> Table:
         for quantity in ("joules", "us"):
             off = [wrong(one, energy, quantity) for one in those]
             cells += [f"{statistics.fmean(map(abs, off)):.1f}", f"{max(off, key=abs):+.1f}"]
-        found.rows.append((name, len(those), *cells))
+        found.add(name, len(those), *cells)
     return found
 
 

@@ -110,7 +110,7 @@ def left_out_table(everything, jobs, worst=0):
         found.items(), key=lambda x: (x[0][0] == "backward", x[0][1] == "all")
     ):
         wrong = [x for x, _ in those]
-        table.rows.append((direction, seed, len(wrong), _mean(wrong), _worst(wrong)))
+        table.add(direction, seed, len(wrong), _mean(wrong), _worst(wrong))
     yield table
     if worst:
         both = [x for (_, seed), those in found.items() if seed == "all" for x in those]
@@ -135,7 +135,7 @@ def chip_table(name="H100"):
         found.setdefault((one.kernels, one.name), []).append(wrong)
     for key, wrong in sorted(found.items(), key=lambda x: [*CALIBRATED].index(x[0][0])):
         cells = (f(x) for x in zip(*wrong, strict=True) for f in (_mean, _worst))
-        table.rows.append((*key, len(wrong), *cells))
+        table.add(*key, len(wrong), *cells)
     return table
 
 
@@ -168,7 +168,7 @@ def fp8_table():
             least = int(row["bytes"]) / (share * H200.hbm_bandwidth)
             found.setdefault(("quantiser", d), []).append(1e8 * (begun + least) / us - 100)
     for key, wrong in sorted(found.items()):
-        table.rows.append((*key, len(wrong), _mean(wrong), _worst(wrong)))
+        table.add(*key, len(wrong), _mean(wrong), _worst(wrong))
     return table
 
 
@@ -189,7 +189,7 @@ def library_table(path=DATA / "times-h200.csv"):
             found.setdefault((row["pass"], words), []).append(float(row["us"]) * 1e-6 / least)
     for key, ratios in sorted(found.items(), reverse=True):
         three = min(ratios), np.median(ratios), max(ratios)
-        table.rows.append((*key, len(ratios), *(f"{x:.1f}" for x in three)))
+        table.add(*key, len(ratios), *(f"{x:.1f}" for x in three))
     return table
 
 
@@ -225,7 +225,7 @@ def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
                 found.setdefault(key, []).append(100 * wrong)
     for key, wrong in sorted(found.items(), key=lambda x: (x[0][0], x[0][2] != "forward", x[0][3])):
         mean, worst = np.mean(np.abs(wrong)), max(wrong, key=abs)
-        table.rows.append((*key, len(wrong), f"{mean:.1f}", f"{worst:+.1f}"))
+        table.add(*key, len(wrong), f"{mean:.1f}", f"{worst:+.1f}")
     return table
 
 
@@ -241,9 +241,7 @@ def _worst_of(title, every, count):
         p = one.problem
         words = f"{p.batch} x {p.heads}/{p.kv_heads}, {p.n_q} x {p.n_kv}, d={p.head_dim}"
         words += f"{' causal' * p.causal} {p.window or ''}{' packed' * bool(p.cu_seqlens_q)}"
-        table.rows.append(
-            (f"{100 * wrong:+.1f}", one.kernels, one.name, f"{1e6 * one.seconds:.1f}", words)
-        )
+        table.add(f"{100 * wrong:+.1f}", one.kernels, one.name, f"{1e6 * one.seconds:.1f}", words)
     return table
 
 

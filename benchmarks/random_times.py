@@ -145,7 +145,7 @@ def tables(rows: list[dict[str, Any]], worst: int) -> Iterator[Table]:
             mean = statistics.fmean(map(abs, wrong))
             name = "forward" if forward else "backward"
             cells = f"{mean:.1f}", f"{max(wrong, key=abs):+.1f}"
-            table.rows.append((name, seed, len(wrong), *cells))
+            table.add(name, seed, len(wrong), *cells)
     yield table
     table = Table(
         "The worst", ("error, %", "pass", "us", "tile", "shape", "stages: measured, predicted, us")
@@ -156,7 +156,7 @@ def tables(rows: list[dict[str, Any]], worst: int) -> Iterator[Table]:
         shape += f"{' causal' * p.causal} {p.window or ''}"
         stages = (f"{s} {us:.1f} {row['said'].get(s, 0):.1f}" for s, us in row["stages"].items())
         cells = f"{row['us']:.1f}", row["tile"], shape, "; ".join(stages)
-        table.rows.append((f"{error(row):+.1f}", row["pass"], *cells))
+        table.add(f"{error(row):+.1f}", row["pass"], *cells)
     yield table
 
 

@@ -193,7 +193,7 @@ def table(counts: Tally) -> Any:
     columns = ("forward", *PASSES.values(), *OTHERWISE)
     result = Table("Passes whose counts equal the predicted ones", ("kernels", "dtype", *columns))
     for kind, dtype in sorted({key[:2] for key in counts}):
-        result.rows.append((kind, dtype, *(counts[kind, dtype, name] for name in columns)))
+        result.add(kind, dtype, *(counts[kind, dtype, name] for name in columns))
     return result
 
 

@@ -220,9 +220,8 @@ def _guarded(function: Any, bound: int) -> Any:
         raise refusal from cause
 
     call.guarded = True  # type: ignore[attr-defined]
-    if defaults := getattr(
-        function, "__kwdefaults__", None
-    ):  # `functools.wraps` does not copy them
+    # `functools.wraps` does not copy them.
+    if defaults := getattr(function, "__kwdefaults__", None):
         call.__kwdefaults__ = defaults  # type: ignore[attr-defined]
     return call
 

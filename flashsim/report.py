@@ -36,6 +36,10 @@ class Table:
     rows: list[Sequence[Cell]] = field(default_factory=list)
     note: str = ""
 
+    def add(self, *row: Cell) -> None:
+        """Add a row with these cells."""
+        self.rows.append(row)
+
     def records(self) -> list[dict[str, Cell]]:
         """Return one dict per row, with the columns as keys."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
@@ -248,11 +252,7 @@ def _least(text: str) -> int:
 
 
 def _grids(
-    head: Sequence[str],
-    rows: list[list[str]],
-    right: Sequence[bool],
-    width: int,
-    pieces: bool,
+    head: Sequence[str], rows: list[list[str]], right: Sequence[bool], width: int, pieces: bool
 ) -> list[Any]:
     """Return the cells as Rich tables, or an empty list if they do not fit the width.
 

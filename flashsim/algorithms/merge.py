@@ -16,9 +16,7 @@ def merged(
     """
     m = np.maximum(lse_a, lse_b)
     base = np.where(np.isneginf(m), 0, m)  # avoids inf - inf if a row saw no key of either set
-    with np.errstate(
-        invalid="ignore"
-    ):  # a row with lse = inf has out = NaN, as attention itself does
+    with np.errstate(invalid="ignore"):  # with lse = inf, out is NaN, as in attention itself
         a, b = np.exp(lse_a - base), np.exp(lse_b - base)
     total = a + b
     safe = np.where(total == 0, 1, total)

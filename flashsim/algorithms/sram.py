@@ -145,11 +145,7 @@ class Sram:
         return buffer.nbytes(rows.stop - rows.start, cols.stop - cols.start)
 
     def load_captured(
-        self,
-        tensor: CapturedTensor,
-        positions: Mapping[str, np.ndarray],
-        rows: slice,
-        cols: slice,
+        self, tensor: CapturedTensor, positions: Mapping[str, np.ndarray], rows: slice, cols: slice
     ) -> dict[int, np.ndarray]:
         """Load a function's captured elements for a tile; return a dict from load node to array."""
         elements = tensor.read(positions, self.stage.outer)

@@ -93,18 +93,16 @@ def side_by_side(sources: Sequence[questions.Answers]) -> report.Table:
         ),
     )
     for source in sources:
-        table.rows.append(
-            (
-                source.algorithm,
-                source.direction,
-                str(source.tiling),
-                *(source.bytes(op) for op in questions.OPS),
-                source.bytes(),
-                source.compulsory(),
-                round(source.bytes() / source.compulsory(), 2),
-                round(source.intensity(), 2),
-                source.peak_sram(),
-            )
+        table.add(
+            source.algorithm,
+            source.direction,
+            str(source.tiling),
+            *(source.bytes(op) for op in questions.OPS),
+            source.bytes(),
+            source.compulsory(),
+            round(source.bytes() / source.compulsory(), 2),
+            round(source.intensity(), 2),
+            source.peak_sram(),
         )
     return table
 

@@ -18,21 +18,19 @@ from typer.core import TyperCommand, TyperGroup
 from flashsim.errors import FlashSimError, OptionError, choices, printable
 from flashsim.version import __version__
 
-#: A command's one-line help, and its "module.function" in this package or its sub-commands.
+#: A command's one-line help, and its module in this package or its sub-commands. A function that
+#: is not named as its command is given as "module.function".
 _Entries = dict[str, tuple[str, "str | _Entries"]]
 
 COMMANDS: _Entries = {
-    "run": ("Run attention tile by tile and show the bytes it moves.", "attention.run"),
-    "compare": (
-        "Compare algorithms side by side: bytes, FLOPs, on-chip memory.",
-        "attention.compare",
-    ),
-    "count": ("Count the bytes and FLOPs of attention by formula, at any size.", "attention.count"),
-    "sweep": ("Count many sizes, tiles and GPUs into one table.", "attention.sweep"),
-    "plot": ("Draw one plot: PNG, SVG or PDF.", "pictures.plot"),
-    "animate": ("Animate one trace, or two side by side: GIF, MP4 or HTML.", "pictures.animate"),
-    "page": ("Write an HTML page that plays one trace, or two.", "pictures.page"),
-    "lab": ("Write an HTML page of sliders that counts any problem.", "pictures.lab"),
+    "run": ("Run attention tile by tile and show the bytes it moves.", "attention"),
+    "compare": ("Compare algorithms side by side: bytes, FLOPs, on-chip memory.", "attention"),
+    "count": ("Count the bytes and FLOPs of attention by formula, at any size.", "attention"),
+    "sweep": ("Count many sizes, tiles and GPUs into one table.", "attention"),
+    "plot": ("Draw one plot: PNG, SVG or PDF.", "pictures"),
+    "animate": ("Animate one trace, or two side by side: GIF, MP4 or HTML.", "pictures"),
+    "page": ("Write an HTML page that plays one trace, or two.", "pictures"),
+    "lab": ("Write an HTML page of sliders that counts any problem.", "pictures"),
     "trace": (
         "Show or convert saved traces.",
         {
@@ -43,67 +41,46 @@ COMMANDS: _Entries = {
             ),
         },
     ),
-    "roofline": (
-        "Tell whether memory or arithmetic limits attention on a GPU.",
-        "predictions.roofline",
-    ),
-    "predict": ("Predict the time of flashsim's GPU kernels. Needs no GPU.", "predictions.predict"),
-    "verify": ("Compare predicted bytes with a GPU's hardware counters.", "predictions.verify"),
-    "watch": ("Run a PyTorch program and count its attention calls.", "watch.watch"),
-    "xray": ("Find the tile sizes of a program's kernels from GPU counters.", "xray.xray"),
-    "kernel": (
-        "Check your Triton or Pallas kernel on a CPU, and count its bytes.",
-        "kernels.kernel",
-    ),
+    "roofline": ("Tell whether memory or arithmetic limits attention on a GPU.", "predictions"),
+    "predict": ("Predict the time of flashsim's GPU kernels. Needs no GPU.", "predictions"),
+    "verify": ("Compare predicted bytes with a GPU's hardware counters.", "predictions"),
+    "watch": ("Run a PyTorch program and count its attention calls.", "watch"),
+    "xray": ("Find the tile sizes of a program's kernels from GPU counters.", "xray"),
+    "kernel": ("Check your Triton or Pallas kernel on a CPU, and count its bytes.", "kernels"),
     "exercise": (
         "Exercises that are graded by results and bytes moved.",
         {
             "list": ("List the exercises, in the order of the course.", "exercises.listed"),
-            "start": ("Write a file with the task and a skeleton to fill in.", "exercises.start"),
-            "hint": ("Show a hint; later hints tell more.", "exercises.hint"),
-            "grade": ("Grade a solution: points out of 100, with reasons.", "exercises.grade"),
-            "reveal": ("Print a reference solution.", "exercises.reveal"),
-            "check": ("Check an exercise that you wrote.", "exercises.check"),
-            "predict": ("Guess how many bytes move, then see the answer.", "exercises.predict"),
+            "start": ("Write a file with the task and a skeleton to fill in.", "exercises"),
+            "hint": ("Show a hint; later hints tell more.", "exercises"),
+            "grade": ("Grade a solution: points out of 100, with reasons.", "exercises"),
+            "reveal": ("Print a reference solution.", "exercises"),
+            "check": ("Check an exercise that you wrote.", "exercises"),
+            "predict": ("Guess how many bytes move, then see the answer.", "exercises"),
         },
     ),
     "study": (
         "More studies: walkthroughs, rounding, tile sizes, many GPUs, papers.",
         {
-            "demo": ("Run a real model's tensors and check the output.", "studies.demo"),
-            "walkthrough": ("Follow small numbers step by step.", "studies.walkthrough"),
-            "ladder": (
-                "Go from a naive softmax to FlashAttention, step by step.",
-                "studies.ladder",
-            ),
+            "demo": ("Run a real model's tensors and check the output.", "studies"),
+            "walkthrough": ("Follow small numbers step by step.", "studies"),
+            "ladder": ("Go from a naive softmax to FlashAttention, step by step.", "studies"),
             "softmax-matmul": (
                 "Count the bytes of softmax(X) V, as one kernel and as two.",
-                "studies.softmax_matmul",
+                "studies",
             ),
-            "precision": (
-                "Measure the error that each rounding adds, against float64.",
-                "studies.precision",
-            ),
-            "banks": ("Count shared-memory bank conflicts of tile layouts.", "studies.banks"),
-            "blocks": (
-                "Compare tile sizes: bytes, occupancy and predicted time.",
-                "studies.blocks",
-            ),
-            "when": ("Find the length from which FlashAttention is faster.", "studies.when"),
-            "versions": (
-                "Compare FlashAttention-1, -2 and -3 with standard attention.",
-                "studies.versions",
-            ),
-            "dram": ("Predict DRAM bytes with a model of the L2 cache.", "predictions.dram"),
-            "ring": ("Count attention that is spread over several GPUs.", "predictions.ring"),
-            "devices": ("List the GPUs, with the source of each figure.", "studies.devices"),
-            "calibrate": ("Measure the speed of each unit of this GPU.", "predictions.calibrate"),
-            "reproduce": ("Recompute published numbers.", "studies.reproduce"),
-            "claims": (
-                "Check statements of well-known texts by recomputing them.",
-                "studies.claims",
-            ),
-            "warm": ("Compile the CPU engine ahead of time.", "studies.warm"),
+            "precision": ("Measure the error that each rounding adds, against float64.", "studies"),
+            "banks": ("Count shared-memory bank conflicts of tile layouts.", "studies"),
+            "blocks": ("Compare tile sizes: bytes, occupancy and predicted time.", "studies"),
+            "when": ("Find the length from which FlashAttention is faster.", "studies"),
+            "versions": ("Compare FlashAttention-1, -2 and -3 with standard attention.", "studies"),
+            "dram": ("Predict DRAM bytes with a model of the L2 cache.", "predictions"),
+            "ring": ("Count attention that is spread over several GPUs.", "predictions"),
+            "devices": ("List the GPUs, with the source of each figure.", "studies"),
+            "calibrate": ("Measure the speed of each unit of this GPU.", "predictions"),
+            "reproduce": ("Recompute published numbers.", "studies"),
+            "claims": ("Check statements of well-known texts by recomputing them.", "studies"),
+            "warm": ("Compile the CPU engine ahead of time.", "studies"),
         },
     ),
 }
@@ -271,7 +248,8 @@ class _Group(TyperGroup):
             from flashsim.cli.output import show
 
             module, _, function = where.partition(".")
-            called = getattr(importlib.import_module(f"flashsim.cli.{module}"), function)
+            commands = importlib.import_module(f"flashsim.cli.{module}")
+            called = getattr(commands, function or cmd_name.replace("-", "_"))
             single = typer.Typer(add_completion=False, rich_markup_mode=None)
             single.command(cmd_name, cls=_Command)(spread(called, show))
             return typer.main.get_command(single)

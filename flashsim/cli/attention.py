@@ -27,7 +27,6 @@ from flashsim.problem.checks import DTYPES
 from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.schedule import plans
-from flashsim.trace.trace import Trace
 
 _SCALE = opt.option(
     None, "Factor that multiplies Q K^T. Default: 1 / sqrt(head_dim).", panel="Mask and scores"
@@ -81,7 +80,9 @@ def run(
     show((tables, every), form)
     if save is not None:
         for trace in traces:
-            _save(trace, save if trace.direction == "forward" else _backward_name(save))
+            path = save if trace.direction == "forward" else _backward_name(save)
+            trace.save(path)
+            say(f"trace in {path}")
     if out is not None:
         results = {"out": result.out, "lse": result.lse}
         if grads is not None:
@@ -91,18 +92,19 @@ def run(
         say(f"results in {out}")
 
 
-_SAME = opt.Simulated(tiling="same", backward_tiling="same")
-
-
 def compare(
     sizes: opt.Sizes,
     tensors: opt.Tensors,
     scores: opt.Scores,
     decoding: opt.Decoding,
-    how: opt.Simulated = _SAME,
+    how: opt.Simulated = opt.Simulated(tiling="same", backward_tiling="same"),
     scale: float | None = _SCALE,
     algorithm: list[str] = opt.algorithms("standard,flash1,flash2"),
-    execute: bool = opt.EXECUTE,
+    execute: bool = opt.option(
+        False,
+        "Simulate on random tensors (or --input, --demo-data), and also compare the results.",
+        panel="How",
+    ),
     *,
     typed: typer.Context,
 ) -> Tables:
@@ -243,10 +245,8 @@ def sweep(
     with pool as executor:
         try:
             result = run_sweep(**axes, method=method, executor=executor, path=out)
-        except (
-            KeyboardInterrupt,
-            SystemExit,
-        ):  # leaving the pool would wait for points that are being computed
+        except (KeyboardInterrupt, SystemExit):
+            # Leaving the pool would wait for points that are being computed.
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
@@ -262,11 +262,6 @@ def _asked(scores: opt.Scores, how: opt.Simulated, decoding: opt.Decoding) -> di
         **{"device": values.device(how), "key_order": how.key_order},
         **decoding.options(),
     }
-
-
-def _save(trace: Trace, path: Path) -> None:
-    trace.save(path)
-    say(f"trace in {path}")
 
 
 def _ready_apart(save: Path | None, out: Path | None, backward: bool) -> None:

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,7 +30,6 @@ from flashsim.report import Table, beside
 from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.trace.trace import Trace
 
-_QUIZ = opt.One(tiling="same")
 _COLUMNS = (
     *("file", "exercise", "points", "of", "results", "safe", "on chip", "bytes", "moved B", "why"),
 )
@@ -51,7 +50,7 @@ def listed() -> Tables:
         task = exercise.tasks[0] if isinstance(exercise, KernelExercise) else exercise.task
         sram = None if exercise.questions else task.sram_bytes
         full = None if exercise.questions else exercise.full_marks_bytes
-        table.rows.append((name, exercise.title, full, sram, len(exercise.hints)))
+        table.add(name, exercise.title, full, sram, len(exercise.hints))
     return table
 
 
@@ -78,8 +77,7 @@ def start(
 
 
 def hint(
-    name: _Name,
-    number: int = opt.option(1, "Which hint to show, counted from 1.", min=1),
+    name: _Name, number: int = opt.option(1, "Which hint to show, counted from 1.", min=1)
 ) -> None:
     """Show one hint; later hints tell more, and the last hint tells nearly everything."""
     hints = shelf.find(name).hints
@@ -147,7 +145,7 @@ def _asked(what: str, option: str) -> int:
 def predict(
     sizes: opt.Sizes,
     mask: opt.Mask,
-    how: opt.One = _QUIZ,
+    how: opt.One = opt.One(tiling="same"),
     name: str | None = typer.Argument(
         None,
         help="A name from `flashsim exercise list`, or a .py file. Without a name, the question is "
@@ -218,7 +216,7 @@ def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traf
     # Bytes added to HBM in place count as stored.
     right = counted.bytes("load"), counted.bytes("store") + counted.bytes("reduce")
     for what, measured, guess in zip(("loaded", "stored"), right, guesses, strict=True):
-        table.rows.append((what, guess, measured, guess / measured))
+        table.add(what, guess, measured, guess / measured)
     exact = tuple(guesses) == right
     table.note = "exact to the byte!" if exact else "the table below has the bytes of each tensor"
     show([table, counted.table()])
@@ -261,6 +259,7 @@ def grade(
     ),
 ) -> None:
     """Grade a solution by results, on-chip memory and bytes, or every .py file in a folder."""
+    limits: dict[str, Any] = {"limit": timeout, "memory": memory}
     chosen = [shelf.find(name) for name in dict.fromkeys(exercise or ())]
     kernels = [one for one in chosen if isinstance(one, KernelExercise) and one.path]
     if file.is_dir() and len(kernels) == len(chosen):
@@ -286,7 +285,7 @@ def grade(
             if roots != [file] and (loose := [x.name for x in file.iterdir() if x.is_file()]):
                 say(f"not graded, because they are not in a student's folder: {', '.join(loose)}")
             ready(gradescope)
-            done = grade_homework(roots, work, limit=timeout, memory=memory, jobs=jobs)
+            done = grade_homework(roots, work, **limits, jobs=jobs)
             _homework(file, list(done), form, gradescope)
             return
     if len(chosen) > 1:
@@ -294,14 +293,8 @@ def grade(
             f"--exercise was passed {len(chosen)} times, which needs a homework folder with files "
             f"of these exercises, got {str(file)!r}; pass --exercise once"
         )
-    _grade_files(
-        file,
-        exercise[0] if exercise else None,
-        form,
-        (gradescope, plot, save),
-        (timeout, memory),
-        jobs,
-    )
+    name = exercise[0] if exercise else None
+    _grade_files(file, name, form, (gradescope, plot, save), limits, jobs)
 
 
 def _grade_files(
@@ -309,29 +302,29 @@ def _grade_files(
     exercise: str | None,
     form: opt.Format,
     outputs: tuple[Path | None, Path | None, Path | None],
-    limits: tuple[float | None, int | None],
+    limits: dict[str, Any],
     jobs: int | None,
 ) -> None:
     """Grade one file, or every .py file in a folder."""
-    (gradescope, plot, save), (timeout, memory) = outputs, limits
+    gradescope, plot, save = outputs
     if file.is_dir():
-        if gradescope or plot or save:
+        if any(outputs):
             raise OptionError(
                 "--gradescope, --plot and --save need a single file, but a folder was passed; "
                 "pass a file, or leave out these options"
             )
         if missing := submissions.missing_walls():
             say(f"this system does not prevent a graded file from {', '.join(missing)}")
-        graded = submissions.grade_folder(file, exercise, limit=timeout, memory=memory, jobs=jobs)
+        graded = submissions.grade_folder(file, exercise, **limits, jobs=jobs)
         show(_class(file, list(graded)), form)
         return
-    for path in (gradescope, plot, save):
+    for path in outputs:
         ready(path)
     trace: Trace | None = None
     if gradescope is not None and exercise is not None and not file.is_file():
         marks = submissions.missing(file, exercise)  # the student's mistake: 0 points, no error
     else:
-        marks, trace = submissions.grade_file(file, exercise, limit=timeout, memory=memory)
+        marks, trace = submissions.grade_file(file, exercise, **limits)
     if form.csv:
         show(_class(file.parent, [(file, marks)]), form)
     else:
@@ -343,30 +336,18 @@ def _grade_files(
         trace.save(save)
         say(f"trace in {save}")
     if plot is not None:
-        graded_exercise = shelf.find(exercise or marks.exercise)
-        if isinstance(graded_exercise, KernelExercise):
-            viz().save_figure(viz().traffic({"your solution": trace}), plot)
-            say(f"plot in {plot}")
-        else:
-            _draw(
-                {"your solution": trace, "reference": graded_exercise.executed.trace},
-                graded_exercise,
-                plot,
-            )
+        one, traces = shelf.find(exercise or marks.exercise), {"your solution": trace}
+        if isinstance(one, Exercise):
+            traces["reference"] = one.executed.trace
+        _draw(traces, one, plot)
 
 
 def _say_graded(exercises: list[KernelExercise], *, chosen: bool) -> None:
     """Print which exercises are graded, and why."""
     names = ", ".join(one.name for one in exercises)
     paths = ", ".join(dict.fromkeys(one.path for one in exercises))
-    why = (
-        "as --exercise says"
-        if chosen
-        else (
-            f"because these exercises are solved in {paths}; to choose, pass --exercise NAME "
-            "once or several times"
-        )
-    )
+    why = f"because these exercises are solved in {paths}; to choose, pass --exercise NAME once or "
+    why = "as --exercise says" if chosen else f"{why}several times"
     say(f"graded for {names}, {why}")
 
 
@@ -423,9 +404,9 @@ def _add(short: Table, full: Table, file: str, exercise: str, every: list[Marks]
         moved = marks.figures.get("bytes")
     points, most = (sum(getattr(marks, name) for marks in every) for name in ("points", "most"))
     row = (plain(file, 200), exercise, points, most, *parts.values(), moved)
-    short.rows.append((*row, textwrap.shorten(why[0] if why else "", 60)))
+    short.add(*row, textwrap.shorten(why[0] if why else "", 60))
     seconds = round(sum(marks.seconds for marks in every), 3)
-    full.rows.append((*row, " | ".join(why), seconds))
+    full.add(*row, " | ".join(why), seconds)
 
 
 def _write(text: str, path: Path, *, force: bool) -> None:
@@ -446,7 +427,7 @@ def _hint(exercise: shelf.AnyExercise) -> str:
     return f"flashsim exercise hint {exercise.file or exercise.name}"
 
 
-def _draw(traces: dict[str, Trace], exercise: Exercise, path: Path) -> None:
+def _draw(traces: dict[str, Trace], exercise: shelf.AnyExercise, path: Path) -> None:
     """Draw a solution's bytes by tensor, and print the picture's path."""
     viz().save_figure(draw(traces, exercise), path)
     say(f"plot in {path}")

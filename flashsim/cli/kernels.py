@@ -19,7 +19,7 @@ from flashsim.cli import options as opt
 from flashsim.cli.output import show
 from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
 from flashsim.own_kernels.files import beside, imported, imports, readers_errors
-from flashsim.problem import oracle
+from flashsim.problem import checks, oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
 _FLAGS = ("causal", "is_causal")
@@ -46,8 +46,7 @@ def kernel(
         None, "Number of axes of q: 2, 3 or 4. Default: as the file unpacks q.shape, or 4."
     ),
     layout: str | None = opt.option(
-        None,
-        "Axes of q: bhnd, which is (batch, heads, n, d), or bnhd. Default: by their names.",
+        None, "Axes of q: bhnd, which is (batch, heads, n, d), or bnhd. Default: by their names."
     ),
     set_: list[str] | None = typer.Option(
         None,
@@ -163,12 +162,7 @@ def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
         return call.func(*args, **keywords)
 
     called.__qualname__ = getattr(call.func, "__qualname__", "the function")  # for errors
-    return trace_kernel(
-        called,
-        *(call.args, call.keywords),
-        problem=problem,
-        **options,
-    )
+    return trace_kernel(called, *(call.args, call.keywords), problem=problem, **options)
 
 
 def _split(target: str) -> tuple[Path, str]:
@@ -286,7 +280,6 @@ def _given(call: functools.partial[Any]) -> str:
     return f"{called}. --ndim, --layout, -n, -d, --heads and --set change the arguments"
 
 
-_LAYOUTS = ("bhnd", "bnhd")
 _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
 
 
@@ -296,10 +289,7 @@ class _Arrays:
     def __init__(self, p: Problem, axes: int, layout: str, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
             raise OptionError(f"--ndim must be 2, 3 or 4, got {axes}")
-        if layout not in _LAYOUTS:
-            raise OptionError(
-                f"unknown --layout {layout!r}; choose from {choices(layout, _LAYOUTS)}"
-            )
+        checks.one_of("--layout", layout, ("bhnd", "bnhd"))
         self._p, self._axes, self._library = p, axes, library
         self._swapped = layout == "bnhd" and axes == 4
         self._inputs = random_inputs(p, seed)

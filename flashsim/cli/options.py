@@ -19,9 +19,9 @@ from flashsim.cli.declare import option as option
 from flashsim.cli.declare import pair as pair
 from flashsim.cli.declare import refuse_unused as refuse_unused
 from flashsim.cli.declare import written as written
-from flashsim.errors import OptionError, choices
 from flashsim.l2 import L2Model
 from flashsim.l2.launch import ORDERS, WALKS
+from flashsim.problem import checks
 from flashsim.problem.checks import DTYPES
 from flashsim.problem.problem import Problem
 from flashsim.schedule.plans import ALGORITHMS
@@ -144,12 +144,7 @@ class One:
 
 def one_pass(direction: str) -> str:
     """Return `direction`; raise `OptionError` unless it is "forward" or "backward"."""
-    if direction not in ("forward", "backward"):
-        raise OptionError(
-            f"unknown --direction {direction!r}; choose from "
-            f"{choices(direction, ('forward', 'backward'))}"
-        )
-    return direction
+    return str(checks.one_of("--direction", direction, ("forward", "backward")))
 
 
 @dataclass(frozen=True)
@@ -286,18 +281,6 @@ Backend = Annotated[
 Device = Annotated[str, typer.Option(help=_GPU, rich_help_panel=_HOW)]
 Causal = Annotated[bool, typer.Option("--causal", help="Use a causal mask.", rich_help_panel=_MASK)]
 Direction = Annotated[str, typer.Option(help="Pass: forward or backward.", rich_help_panel=_HOW)]
-Seconds = Annotated[
-    float | None,
-    typer.Option(help="Measured time of one algorithm, in seconds.", rich_help_panel=_HOW),
-]
-
-
-#: An option of commands that count by default, but can also run.
-EXECUTE: Any = option(
-    False,
-    "Simulate on random tensors (or --input, --demo-data), and also compare the results.",
-    panel=_HOW,
-)
 
 
 # -- output ---------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def add(
 ) -> None:
     """Add a row to a table: one figure of `source`, a trace or a count."""
     what = (source.algorithm, source.direction, str(source.tiling))
-    table.rows.append((*what, quantity, of, value, unit))
+    table.add(*what, quantity, of, value, unit)
 
 
 def event_table(trace: Trace, limit: int) -> report.Table:
@@ -80,7 +80,7 @@ def event_table(trace: Trace, limit: int) -> report.Table:
     for e in trace.events[:limit]:
         name, op, tensor = trace.stages[e["stage"]].name, OPS[e["op"]], trace.tensors[e["tensor"]]
         numbers = (int(e[field]) for field in columns[4:])
-        table.rows.append((name, op, tensor, LEVELS[e["level"]], *numbers))
+        table.add(name, op, tensor, LEVELS[e["level"]], *numbers)
     return table
 
 

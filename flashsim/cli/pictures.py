@@ -22,7 +22,8 @@ from flashsim.cli import options as opt
 from flashsim.cli import values
 from flashsim.cli.output import draw, ready, ready_to_draw, say, viz, working
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import FlashSimError, OptionError, choices
+from flashsim.errors import FlashSimError, OptionError
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
@@ -57,7 +58,6 @@ KINDS = tuple(_USES)
 #: The largest inputs, in bytes, that are drawn only to follow one row of scores.
 _SMALL = 1 << 26
 _ALWAYS = {"out", "theme", "dpi", "size", "slides"}
-_THREE = opt.Source(algorithm="standard,flash1,flash2")
 _ROW = opt.option(None, "Query row whose running maximum m and sum l are shown.")
 
 
@@ -104,7 +104,7 @@ class Recordings:
 def plot(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     out: opt.Out,
-    source: opt.Source = _THREE,
+    source: opt.Source = opt.Source(algorithm="standard,flash1,flash2"),
     over: str | None = opt.option(
         None, f"io-curve: quantity on the x axis, one of {', '.join(_OVER)}. Default: n_q."
     ),
@@ -148,8 +148,7 @@ def plot(
     The plots tile-map, sram-timeline, l2-curve and gpu-timeline show one trace or algorithm; diff
     shows two.
     """
-    if kind not in KINDS:
-        raise OptionError(f"unknown kind of plot {kind!r}; choose from {choices(kind, KINDS)}")
+    checks.one_of("kind of plot", kind, KINDS)
     if kind == "gpu-timeline" and not source.trace:
         raise OptionError(
             "gpu-timeline needs a trace that was recorded on a GPU; pass --trace FILE, or "
@@ -264,8 +263,7 @@ def page(
 
 
 def lab(
-    out: opt.Out,
-    theme: str = opt.option("auto", "Colors: auto, light or dark.", panel=opt.OUTPUT),
+    out: opt.Out, theme: str = opt.option("auto", "Colors: auto, light or dark.", panel=opt.OUTPUT)
 ) -> None:
     """Write the tile lab: an HTML page with sliders that counts any shape, mask and tile."""
     ready(out, (".html", ".htm"))
@@ -360,8 +358,7 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
 def _io_sweep(source: opt.Source, over: str) -> Sweep:
     """Count bytes in closed form for several values of one size."""
     how, mask = source.how, source.mask
-    if over not in _OVER:
-        raise OptionError(f"unknown --over {over!r}; choose from {choices(over, _OVER)}")
+    checks.one_of("--over", over, _OVER)
     sizes = source.sizes.given()
     shape = {"n": sizes.pop("n_q", 4096), **sizes}
     tile: Any = None if how.tiling == "same" else values.parse_tiling(how.tiling)

@@ -20,12 +20,8 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.links import LINKS
 from flashsim.report import Table
 
-_KERNELS = opt.One(device="H200")
-_AUTO = opt.Parts(splits="auto")
 #: Equal to `verification.HERE`, whose module is imported only when needed.
 _HERE = "this GPU"
-_AT_HAND = opt.Passes(device=_HERE)
-_GROUPED = opt.L2(launch="grouped")
 _LONG = opt.Sizes(n_q=65536, head_dim=128, batch=1, heads=32, kv_heads=8, dtype="bfloat16")
 #: The model is compiled once, before the first table.
 _REPLAYING = "replaying (the first time compiles the model, for some seconds)"
@@ -37,7 +33,9 @@ def roofline(
     how: opt.One = opt.One(tiling="same"),
     sizes: opt.Sizes = opt.LAYER,
     algorithm: list[str] = opt.algorithms("standard,flash2"),
-    seconds: opt.Seconds = None,
+    seconds: float | None = opt.option(
+        None, "Measured time of one algorithm, in seconds.", panel="How"
+    ),
 ) -> Tables:
     """Show whether memory or arithmetic limits attention: one row per way of counting bytes."""
     from flashsim.studies import roofline as rooflines
@@ -50,7 +48,7 @@ def roofline(
 
 def predict(
     mask: opt.Mask,
-    how: opt.One = _KERNELS,
+    how: opt.One = opt.One(device="H200"),
     sizes: opt.Sizes = opt.BATCH,
     algorithm: str = opt.option(
         "flash2",
@@ -58,7 +56,7 @@ def predict(
         "standard (a library's kernels).",
         "-a",
     ),
-    parts: opt.Parts = _AUTO,
+    parts: opt.Parts = opt.Parts(splits="auto"),
     kernel: str | None = opt.option(
         None,
         "Kernels of backend cupy: hopper or portable. Default: the kernels that backend cupy "
@@ -127,8 +125,8 @@ def verify(
     ),
     sizes: opt.Sizes = opt.BATCH,
     algorithm: opt.Algorithm = "flash2",
-    how: opt.Passes = _AT_HAND,
-    cache: opt.L2 = _GROUPED,
+    how: opt.Passes = opt.Passes(device=_HERE),
+    cache: opt.L2 = opt.L2(launch="grouped"),
     backend: opt.Backend = "cupy",
     kernel: str | None = opt.option(
         None,
@@ -288,7 +286,7 @@ def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:
     for name, curve in curves.items():
         for size in sizes:
             nbytes = checks.number("--l2-sizes", size, low=0.0) * 2**20
-            table.rows.append((name, size, curve.reads(nbytes), curve.writes(nbytes)))
+            table.add(name, size, curve.reads(nbytes), curve.writes(nbytes))
     return table
 
 

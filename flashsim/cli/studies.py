@@ -21,18 +21,15 @@ from flashsim.cli import options as opt
 from flashsim.cli import values
 from flashsim.cli.output import Tables, draw, ready_to_draw, say, show, working
 from flashsim.counts import questions
-from flashsim.errors import MemoryModelError, OptionError, choices
+from flashsim.errors import MemoryModelError, OptionError
+from flashsim.problem import checks
 from flashsim.problem.hardware import PRESETS
 from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
 from flashsim.schedule.split_kv import fill
 
-_ONE_HEAD = opt.Lengths(n_q=512, head_dim=64, dtype="float32")
 
-
-def demo(
-    out: Path = opt.option(Path("out"), "Folder for the files.", "-o"),
-) -> None:
+def demo(out: Path = opt.option(Path("out"), "Folder for the files.", "-o")) -> None:
     """Run attention on a real model's tensors, check the output, and compare algorithms."""
     from flashsim.cli.pictures import demo_figures
     from flashsim.studies.demo import LIMIT, in_a_sentence
@@ -86,11 +83,9 @@ def walkthrough(
     if name is None:
         opt.refuse_unused(typed, "the list of walkthroughs", only=())
         return report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
-    if name not in walks.NAMES:
-        raise OptionError(
-            f"there is no walkthrough {name!r}; choose from {choices(name, walks.NAMES)}"
-        )
-    walk: Callable[..., report.Table] = getattr(walks, name)
+    walk: Callable[..., report.Table] = getattr(
+        walks, checks.one_of("walkthrough", name, walks.NAMES)
+    )
     takes = inspect.signature(walk).parameters
     opt.refuse_unused(
         typed, f"the walkthrough {name}", only={"n_q" if x == "n" else x for x in takes}
@@ -105,7 +100,7 @@ def walkthrough(
 
 
 def ladder(
-    sizes: opt.Lengths = _ONE_HEAD,
+    sizes: opt.Lengths = opt.Lengths(n_q=512, head_dim=64, dtype="float32"),
     tiling: str = opt.option("32x64", "Tile size, QUERIESxKEYS.", "-t"),
     device: opt.Device = "H100",
     rungs: list[str] | None = opt.option(
@@ -278,11 +273,7 @@ def blocks(
         compared = tiles.mixed(problem, tilings, algorithm=algorithm, device=device)
     else:
         compared = tiles.sizes(
-            problem,
-            sides,
-            algorithm=algorithm,
-            direction=opt.one_pass(direction),
-            device=device,
+            problem, sides, algorithm=algorithm, direction=opt.one_pass(direction), device=device
         )
     if plot is not None:
         draw("block-sizes", compared, plot, {"stage": stage})
@@ -309,11 +300,7 @@ def when(
     return predict.when(problem, n_q, direction=direction, device=device)
 
 
-def versions(
-    mask: opt.Mask,
-    sizes: opt.Sizes = opt.BATCH,
-    device: opt.Device = "H200",
-) -> Tables:
+def versions(mask: opt.Mask, sizes: opt.Sizes = opt.BATCH, device: opt.Device = "H200") -> Tables:
     """Compare FlashAttention-1, -2, -3 and standard attention: bytes, memory, predicted times."""
     from flashsim.studies import predict
 
@@ -340,13 +327,11 @@ def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -
         "published; link GB/s: per direction",
     )
     for d in PRESETS.values():
-        table.rows.append(
-            (
-                *(d.name, d.sram_bytes, d.sram_per_sm, d.registers_per_sm, d.sm_count),
-                *(d.l2_bytes, d.hbm_bytes, d.hbm_bandwidth / 1e9, d.l2_bandwidth / 1e9 or None),
-                *(d.peak("float16") / 1e12, d.cuda_flops["float32"] / 1e12),
-                *(d.link, Link.get(d.link).bandwidth / 1e9, d.source),
-            )
+        table.add(
+            *(d.name, d.sram_bytes, d.sram_per_sm, d.registers_per_sm, d.sm_count),
+            *(d.l2_bytes, d.hbm_bytes, d.hbm_bandwidth / 1e9, d.l2_bandwidth / 1e9 or None),
+            *(d.peak("float16") / 1e12, d.cuda_flops["float32"] / 1e12),
+            *(d.link, Link.get(d.link).bandwidth / 1e9, d.source),
         )
     return table
 
@@ -439,7 +424,5 @@ def _filled(sizes: opt.Sizes, decoding: opt.Decoding) -> report.Table:
     for d in PRESETS.values():
         f = fill(problem, d, **how)
         splits = f.split.splits
-        table.rows.append(
-            (d.name, d.sm_count, str(f.tiling), f.per_sm, f.needed, f.whole, splits, f.blocks)
-        )
+        table.add(d.name, d.sm_count, str(f.tiling), f.per_sm, f.needed, f.whole, splits, f.blocks)
     return table

@@ -280,9 +280,7 @@ def parse_window(text: str) -> tuple[int, int] | None:
 def parse_mask(text: str) -> bool:
     """Return whether a mask is causal, from the text "full" or "causal"."""
     masks = {"full": False, "causal": True}
-    if text not in masks:
-        raise OptionError(f"unknown mask {text!r}; choose from {choices(text, masks)}")
-    return masks[text]
+    return masks[checks.one_of("mask", text, masks)]
 
 
 def parse_tiling(text: str) -> Tiling | str:
@@ -312,7 +310,7 @@ def tilings(
         )
     directions = ("forward", "backward") if how.backward else ("forward",)
     forward, backward = (
-        Tiling.common(whole, _machine(how), algorithms, directions)
+        Tiling.common(whole, device(how), algorithms, directions)
         if text == "same"
         else tiling(text, whole.head_dim, whole.causal)
         for text in (how.tiling, how.backward_tiling)
@@ -329,15 +327,11 @@ def one_tiling(
     return tiling(text, whole.head_dim, whole.causal)
 
 
-def _machine(how: opt.Passes) -> Device:
-    """Return the device of the passes, with its on-chip memory size changed if requested."""
-    return device(how) if isinstance(how, opt.Simulated) else Device.get(how.device)
-
-
-def device(how: opt.Simulated) -> Device:
+def device(how: opt.Passes) -> Device:
     """Return the device, with its on-chip memory size changed if `how` sets one."""
     machine = Device.get(how.device)
-    return machine if how.sram is None else machine.with_sram(how.sram)
+    sram = how.sram if isinstance(how, opt.Simulated) else None
+    return machine if sram is None else machine.with_sram(sram)
 
 
 def duration(trace: Trace) -> float | None:

@@ -14,8 +14,6 @@ from flashsim.cli.output import draw, ready, ready_to_draw, say, show, working
 from flashsim.errors import OptionError
 from flashsim.report import Table
 
-_NO_SIZES = opt.Sizes()
-
 
 def xray(
     form: opt.Format,
@@ -26,7 +24,7 @@ def xray(
     arguments: list[str] | None = typer.Argument(
         None, help="The program's own arguments, after --."
     ),
-    sizes: opt.Sizes = _NO_SIZES,
+    sizes: opt.Sizes = opt.Sizes(),
     direction: str = opt.option(
         "forward", "With --kernel: the pass that it computes, forward or backward."
     ),

@@ -9,6 +9,19 @@ from __future__ import annotations
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 
+#: Bytes by operation and tensor.
+Moved = dict[tuple[str, str], int]
+
+
+def loads(**sizes: int) -> Moved:
+    """Return the loads of tensors, given their bytes by name."""
+    return {("load", name): nbytes for name, nbytes in sizes.items()}
+
+
+def stores(**sizes: int) -> Moved:
+    """Return the stores of tensors, given their bytes by name."""
+    return {("store", name): nbytes for name, nbytes in sizes.items()}
+
 
 class Forms:
     """Computes the requested bytes of each stage of a problem.
@@ -75,20 +88,18 @@ class Forms:
         each = {"Q": q, "K": kv, "V": kv}
         return {f"{name}_scale": 4 * each[name] for name in each if name in loaded}
 
-    def functions(
-        self, algorithm: str, stage: str, outer: str, s: Schedule
-    ) -> dict[tuple[str, str], int]:
+    def functions(self, algorithm: str, stage: str, outer: str, s: Schedule) -> Moved:
         """Return the bytes that score and mask functions read, or add to gradients, in one stage.
 
         Every visit reads the score function's captured elements; a visit of a MASKED tile also
         reads the mask function's. Elements that depend only on the row or the head are read once
         per row tile in a Q-outer loop.
         """
-        p, h, moved = self.p, self.heads, {}
+        p, h = self.p, self.heads
+        moved: Moved = {}
         if stage == "delta" and p.sinks:
             step = h * s.t_r * self.a
-            moved = {("load", "sink"): step, ("load", "L"): self.stat()}
-            return {**moved, ("reduce", "dSink"): step}
+            return loads(sink=step, L=self.stat()) | {("reduce", "dSink"): step}
         scored = ("forward", "dkdv", "dq", "fused", "backward")
         if stage not in (("scores",) if algorithm == "standard" else scored):
             return {}
@@ -113,53 +124,43 @@ class Forms:
 
     # -- stages ---------------------------------------------------------------------------------
 
-    def forward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
+    def forward(self, algorithm: str, stage: str, s: Schedule) -> Moved:
         """Return the bytes of a forward stage under schedule `s`, as ``{(op, tensor): bytes}``."""
         h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
         d, dv = self.p.head_dim, self.p.head_dim_v
-        bias = {("load", "bias"): h * sums.area * r} if self.lead else {}
-        keys = {("load", "K"): h * sums.row_cols * d * e}
-        values = {("load", "V"): h * sums.row_cols * dv * e}
-        scores = h * sums.area * r
+        scores, keys, values = (
+            h * sums.area * r,
+            h * sums.row_cols * d * e,
+            h * sums.row_cols * dv * e,
+        )
+        bias = loads(bias=scores) if self.lead else {}
         if stage == "scores":
-            gate = {("store", "gate"): scores} if self.p.softcap else {}
-            return {("load", "Q"): self.q(e), **keys, **bias, ("store", "S"): scores, **gate}
+            gate = stores(gate=scores) if self.p.softcap else {}
+            return loads(Q=self.q(e), K=keys) | bias | stores(S=scores) | gate
         if stage == "softmax":
-            return {("load", "S"): scores, ("store", "P"): scores}
+            return loads(S=scores) | stores(P=scores)
         if stage == "output":
-            return {("load", "P"): scores, **values, ("store", "O"): self.o(r)}
+            return loads(P=scores, V=values) | stores(O=self.o(r))
         o_acc = "O" + self.acc
         if stage == "init":
-            return {
-                ("store", o_acc): self.o(a),
-                ("store", "l"): self.stat(),
-                ("store", "m"): self.stat(),
-            }
+            return stores(**{o_acc: self.o(a)}, l=self.stat(), m=self.stat())
         if stage == "convert":
-            return {("load", "O_acc"): self.o(a), ("store", "O"): self.o(r)}
+            return loads(O_acc=self.o(a)) | stores(O=self.o(r))
         if stage in ("split", "combine"):
             return self._decode(stage, s, h // s.members)
         if algorithm == "flash1":
             rows = h * sums.col_rows
-            state = {o_acc: rows * dv * a, "l": rows * a, "m": rows * a}
-            return {
-                ("load", "K"): h * self.p.n_kv * d * e,
-                ("load", "V"): h * self.p.n_kv * dv * e,
-                ("load", "Q"): rows * d * e,
-                **{("load", name): size for name, size in state.items()},
-                **{("store", name): size for name, size in state.items()},
-                **bias,
+            inputs = {
+                "K": h * self.p.n_kv * d * e,
+                "V": h * self.p.n_kv * dv * e,
+                "Q": rows * d * e,
             }
-        return {
-            ("load", "Q"): self.q(e),
-            **keys,
-            **values,
-            **bias,
-            ("store", "O"): self.o(r),
-            ("store", "L"): self.stat(),
-        }
+            state = {o_acc: rows * dv * a, "l": rows * a, "m": rows * a}
+            return loads(**inputs, **state) | stores(**state) | bias
+        results = stores(O=self.o(r), L=self.stat())
+        return loads(Q=self.q(e), K=keys, V=values) | bias | results
 
-    def _decode(self, stage: str, s: Schedule, walks: int) -> dict[tuple[str, str], int]:
+    def _decode(self, stage: str, s: Schedule, walks: int) -> Moved:
         """Return the bytes of a stage of FlashDecoding, as ``{(op, tensor): bytes}``.
 
         Q is loaded once for each part of a row tile's keys. With several parts, the first stage
@@ -167,120 +168,68 @@ class Forms:
         """
         e, r, a, d, dv = self.e, self.r, self.a, self.p.head_dim, self.p.head_dim_v
         parts = walks * s.part_sums.part_rows
+        partial = {"O_part": parts * dv * a, "L_part": parts * a}
         if stage == "combine":
             done = walks * (s.n_rows - s.part_sums.whole_rows)
-            return {
-                ("load", "O_part"): parts * dv * a,
-                ("load", "L_part"): parts * a,
-                ("store", "O"): done * dv * r,
-                ("store", "L"): done * a,
-            }
+            return loads(**partial) | stores(O=done * dv * r, L=done * a)
         whole, keys = walks * s.part_sums.whole_rows, walks * s.sums.row_cols
-        return {
-            ("load", "Q"): (whole + parts) * d * e,
-            ("load", "table"): walks * s.page_reads * 4,
-            ("load", "K"): keys * d * e,
-            **({} if self.p.latent else {("load", "V"): keys * dv * e}),
-            **({("load", "bias"): walks * s.sums.area * r} if self.lead else {}),
-            ("store", "O"): whole * dv * r,
-            ("store", "L"): whole * a,
-            ("store", "O_part"): parts * dv * a,
-            ("store", "L_part"): parts * a,
-        }
+        pages = walks * s.page_reads * 4
+        moved = loads(Q=(whole + parts) * d * e, table=pages, K=keys * d * e)
+        moved |= {} if self.p.latent else loads(V=keys * dv * e)
+        moved |= loads(bias=walks * s.sums.area * r) if self.lead else {}
+        return moved | stores(O=whole * dv * r, L=whole * a, **partial)
 
-    def backward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
+    def backward(self, algorithm: str, stage: str, s: Schedule) -> Moved:
         """Return the bytes of a backward stage under schedule `s`, as ``{(op, tensor): bytes}``."""
         h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
         d, dv = self.p.head_dim, self.p.head_dim_v
         dq_acc, dbias_acc = "dQ" + self.acc, "dBias" + self.acc
         scores, rows, cols = h * sums.area * r, h * sums.col_rows, h * sums.row_cols
-        bias = {("load", "bias"): scores} if self.lead else {}
+        bias = loads(bias=scores) if self.lead else {}
         dbias = {("reduce", dbias_acc): h * sums.area * a} if self.lead else {}
-        dlse = {("load", "dL"): self.stat()} if self.p.dlse else {}
+        dlse = loads(dL=self.stat()) if self.p.dlse else {}
         if stage == "clear_dbias":
             return {("store", dbias_acc): self.matrix(a)}
         if stage == "convert_dbias":
-            return {("load", "dBias_acc"): self.matrix(a), ("store", "dBias"): self.matrix(r)}
+            return loads(dBias_acc=self.matrix(a)) | stores(dBias=self.matrix(r))
         if stage == "init":
             return {("store", dq_acc): self.q(a)}
         if stage == "convert":
-            return {("load", "dQ_acc"): self.q(a), ("store", "dQ"): self.q(r)}
+            return loads(dQ_acc=self.q(a)) | stores(dQ=self.q(r))
         if stage == "delta":
             clear = {("store", dq_acc): self.q(a)} if algorithm == "flash2-fused" else {}
-            return {
-                ("load", "O"): self.o(r),
-                ("load", "dO"): self.o(r),
-                **dlse,
-                ("store", "delta"): self.stat(),
-                **clear,
-            }
+            return loads(O=self.o(r), dO=self.o(r)) | dlse | stores(delta=self.stat()) | clear
         if algorithm == "standard":
             return self._standard_backward(stage, scores, rows, cols, dbias | dlse)
-        stats = {("load", name): rows * a for name in ("L", "delta")}
+        stats = loads(L=rows * a, delta=rows * a)
         if stage == "dq":
-            return {
-                ("load", "Q"): self.q(e),
-                ("load", "dO"): self.o(r),
-                ("load", "L"): self.stat(),
-                ("load", "delta"): self.stat(),
-                ("load", "K"): cols * d * e,
-                ("load", "V"): cols * dv * e,
-                **bias,
-                **dbias,
-                ("store", "dQ"): self.q(r),
-            }
-        shared = {
-            ("load", "K"): self.k(e),
-            ("load", "V"): self.v(e),
-            ("load", "Q"): rows * d * e,
-            ("load", "dO"): rows * dv * r,
-            **bias,
-            ("store", "dK"): self.k(r),
-            ("store", "dV"): self.v(r),
-        }
+            own = loads(Q=self.q(e), dO=self.o(r), L=self.stat(), delta=self.stat())
+            each = loads(K=cols * d * e, V=cols * dv * e)
+            return own | each | bias | dbias | stores(dQ=self.q(r))
+        shared = loads(K=self.k(e), V=self.v(e), Q=rows * d * e, dO=rows * dv * r) | bias
+        shared |= stores(dK=self.k(r), dV=self.v(r))
         if stage == "dkdv":
-            return {**shared, **stats}
+            return shared | stats
         if algorithm == "flash2-once":  # each row tile has one visit
-            once = {("load", "L"): self.stat(), ("store", "dQ"): self.q(r)}
-            return {**shared, **dbias, **dlse, **once}
+            return shared | dbias | dlse | loads(L=self.stat()) | stores(dQ=self.q(r))
         if stage == "fused":
-            return {**shared, **stats, **dbias, ("reduce", dq_acc): rows * d * a}
-        return {  # FlashAttention-1
-            **shared,
-            **dbias,
-            ("load", "O"): rows * dv * r,
-            **({("load", "dL"): rows * a} if self.p.dlse else {}),
-            ("load", "l"): rows * a,
-            ("load", "m"): rows * a,
-            ("load", dq_acc): rows * d * a,
-            ("store", dq_acc): rows * d * a,
-        }
+            return shared | stats | dbias | {("reduce", dq_acc): rows * d * a}
+        moved = shared | dbias | loads(O=rows * dv * r)  # FlashAttention-1
+        moved |= loads(dL=rows * a) if self.p.dlse else {}
+        dq = {dq_acc: rows * d * a}
+        return moved | loads(l=rows * a, m=rows * a, **dq) | stores(**dq)
 
     def _standard_backward(
-        self, stage: str, scores: int, rows: int, cols: int, of_ds: dict[tuple[str, str], int]
-    ) -> dict[tuple[str, str], int]:
+        self, stage: str, scores: int, rows: int, cols: int, of_ds: Moved
+    ) -> Moved:
         e, r, d, dv = self.e, self.r, self.p.head_dim, self.p.head_dim_v
         if stage == "dv":
-            gradient = {("store", "dV"): self.v(r)}
-            return {("load", "P"): scores, ("load", "dO"): rows * dv * r, **gradient}
+            return loads(P=scores, dO=rows * dv * r) | stores(dV=self.v(r))
         if stage == "dp":
-            return {
-                ("load", "dO"): self.o(r),
-                ("load", "V"): cols * dv * e,
-                ("store", "dP"): scores,
-            }
+            return loads(dO=self.o(r), V=cols * dv * e) | stores(dP=scores)
         if stage == "ds":
-            return {
-                **({("load", "gate"): scores} if self.p.softcap else {}),
-                ("load", "P"): scores,
-                ("load", "dP"): scores,
-                ("store", "dS"): scores,
-                **of_ds,
-            }
+            gate = loads(gate=scores) if self.p.softcap else {}
+            return gate | loads(P=scores, dP=scores) | stores(dS=scores) | of_ds
         if stage == "dq":
-            return {
-                ("load", "dS"): scores,
-                ("load", "K"): cols * d * e,
-                ("store", "dQ"): self.q(r),
-            }
-        return {("load", "dS"): scores, ("load", "Q"): rows * d * e, ("store", "dK"): self.k(r)}
+            return loads(dS=scores, K=cols * d * e) | stores(dQ=self.q(r))
+        return loads(dS=scores, Q=rows * d * e) | stores(dK=self.k(r))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -120,11 +121,11 @@ def by_operation(
     transfers: Transfers, stages: Container[str] | None = None
 ) -> dict[tuple[str, str], int]:
     """Return ``{(op, tensor): bytes}``, summed over the given stages (default: all stages)."""
-    total: dict[tuple[str, str], int] = {}
+    total: Counter[tuple[str, str]] = Counter()
     for (stage, op, tensor), nbytes in transfers.items():
         if stages is None or stage in stages:
-            total[op, tensor] = total.get((op, tensor), 0) + nbytes
-    return total
+            total[op, tensor] += nbytes
+    return dict(total)
 
 
 def in_words(p: Problem) -> str:
@@ -168,7 +169,7 @@ def summary(source: Answers) -> report.Table:
     )
     for tensor, row in tables.items():
         name = title(p, tensor, source.direction)
-        table.rows.append((name, *(row[op] for op in OPS), sum(row.values())))
+        table.add(name, *(row[op] for op in OPS), sum(row.values()))
     totals = [source.bytes(op) for op in OPS]
-    table.rows.append(("all", *totals, sum(totals)))
+    table.add("all", *totals, sum(totals))
     return table

@@ -8,6 +8,7 @@ same bytes and FLOPs.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -82,8 +83,8 @@ class Traffic(Answers):
 
     @property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
-        flops: dict[str, int] = {}
-        chip: dict[str, int] = {}
+        flops: Counter[str] = Counter()
+        chip: Counter[str] = Counter()
         p = self.problem
         for stage in self.stages:
             work = stage_work(p, self.algorithm, self.direction, stage.name)
@@ -101,12 +102,8 @@ class Traffic(Answers):
                 (work.visit, (sums.col_rows, sums.row_cols, sums.area), walks * members),
                 (work.outer, step, walks),
             ):
-                for total, part in (
-                    (flops, total_flops(ops, *extent)),
-                    (chip, on_chip_bytes(ops, stage, *extent)),
-                ):
-                    for key, value in part.items():
-                        total[key] = total.get(key, 0) + value * repeat
+                flops.update(total_flops(ops, *(repeat * n for n in extent)))
+                chip.update(on_chip_bytes(ops, stage, *(repeat * n for n in extent)))
         return flops, chip
 
     def peak_sram(self) -> int:
@@ -130,11 +127,10 @@ class Traffic(Answers):
         """Return the peak on-chip bytes of a stage that loads page numbers of a paged KV cache."""
         s = self.schedule(stage)
         ptr, col, _ = s.row_csr
-        heights, widths = (np.diff(t[:, :2])[:, 0].astype(np.int64) for t in (s.rows, s.cols))
-        held = sum(b.nbytes(heights, 0) for b in stage.buffers if not b.visit)
+        held = sum(b.nbytes(s.heights, 0) for b in stage.buffers if not b.visit)
         owner = np.repeat(np.arange(s.t_r), np.diff(ptr))
         each = [b for b in stage.buffers if b.visit and b.name != "table"]
-        visits = held[owner] + sum(b.nbytes(heights[owner], widths[col]) for b in each)
+        visits = held[owner] + sum(b.nbytes(s.heights[owner], s.widths[col]) for b in each)
         visits += s.page_counts[col] * whole_bytes(self.problem, "table") // self.problem.pages
         return int(max(held.max(), visits.max(initial=0)))
 

@@ -200,10 +200,7 @@ def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWor
     if algorithm == "flash1":
         softmax = {**softmax, "divide": scores(1)}
     stats = "m l" if algorithm == "flash1" else "L"
-    recompute = (
-        *_scores(p, d, gated=True),
-        TileOp("P = exp(S - L)", f"S {stats}", "S", softmax),
-    )
+    recompute = (*_scores(p, d, gated=True), TileOp("P = exp(S - L)", f"S {stats}", "S", softmax))
     grad_s = (
         _mm("dP = dO V^T", "dO V", "dP", dv),
         TileOp("dS = P (dP - delta)", "S dP" if algorithm == "flash1" else "S dP delta", "dP", ds),

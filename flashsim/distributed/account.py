@@ -11,7 +11,7 @@ import numpy as np
 from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.distributed.group import Group
-from flashsim.errors import OptionError, choices, own_errors, shown
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 
 #: The quantities counted at every step, besides the bytes sent.
@@ -74,11 +74,8 @@ class Account(report.Tabled):
 
     def link_bytes(self, tensor: str | None = None, rank: int | None = None) -> int:
         """Return the bytes of one tensor, or of all tensors, that one rank or all ranks send."""
-        if tensor is not None and tensor not in self.sent:
-            raise OptionError(
-                f"no rank sends a tensor named {shown(tensor)}; choose from "
-                f"{choices(tensor, self.sent)}"
-            )
+        if tensor is not None:
+            checks.one_of("tensor", tensor, self.sent)
         if rank is not None:
             rank = checks.place("rank", rank, self.group.ranks)
         arrays = [x for name, x in self.sent.items() if tensor in (None, name)]
@@ -159,12 +156,10 @@ class Account(report.Tabled):
         lasts, out = int(self.flops.max(axis=0).sum()), self.out_bytes
         for rank in range(group.ranks):
             flops = int(self.flops[rank].sum())
-            table.rows.append(
-                (
-                    *(rank, _spans(group.rows(rank)), int(out[rank].sum()), flops / 1e12),
-                    *(100 * (1 - flops / lasts), int(self.hbm[rank].sum())),
-                    *(int(self.merge[rank].sum()), int(self.peak[rank])),
-                )
+            table.add(
+                *(rank, _spans(group.rows(rank)), int(out[rank].sum()), flops / 1e12),
+                *(100 * (1 - flops / lasts), int(self.hbm[rank].sum())),
+                *(int(self.merge[rank].sum()), int(self.peak[rank])),
             )
         return table
 
@@ -182,11 +177,9 @@ class Account(report.Tabled):
             scores = _scores(self, rank, number) if keys else ""
             sends = " ".join(name for name, x in self.sent.items() if x[rank, n])
             to = self.destination(rank, n)
-            table.rows.append(
-                (
-                    *(step, keys, scores, int(self.visits[rank, n]), self.flops[rank, n] / 1e12),
-                    *(int(self.hbm[rank, n]), sends, " ".join(map(str, to)), int(out[rank, n])),
-                )
+            table.add(
+                *(step, keys, scores, int(self.visits[rank, n]), self.flops[rank, n] / 1e12),
+                *(int(self.hbm[rank, n]), sends, " ".join(map(str, to)), int(out[rank, n])),
             )
         return table
 

@@ -60,8 +60,8 @@ def count(
         counts["hbm"][:, columns][ranks_there] = local.bytes()
     merge = _merged if direction == "forward" else _added
     counts["merge"][:] = merge(group, first)
-    sent = _sent_forward(group) if direction == "forward" else _sent_backward(group)
     peak = _peak_forward(group) if direction == "forward" else _peak_backward(group)
+    sent = _sent(group, direction)
     return Account(group, direction, **fields({"sent": sent, **counts, "peak": peak}))
 
 
@@ -132,62 +132,31 @@ class MemberSizes:
 # -- the link -------------------------------------------------------------------------------------
 
 
-def _sent_forward(group: Group) -> dict[str, np.ndarray]:
-    """Return the bytes that ranks send in the forward pass.
+def _sent(group: Group, direction: str) -> dict[str, np.ndarray]:
+    """Return the bytes that ranks send, by tensor.
 
-    The ranks of a team exchange heads of Q, K, V and out. The members of the ring pass on K and V
-    at every step except the last.
+    The ranks of a team exchange heads in the first and in the last step. The members of the ring
+    pass on K and V at every step except the last and, in the backward pass, two steps later dK and
+    dV. At first dK and dV are one block's gradients, in the input type; later they are float32
+    sums.
     """
-    size, sent = MemberSizes(group), _nothing(group, "forward", "Q", "K", "V", "out")
-    n = group.rows_a_member
-    _pass_on(group, sent, size)
-    if group.ulysses > 1:
-        for name, whole in (("Q", size.q), ("K", size.k), ("V", size.v)):
-            sent[name][:, 0] = _others_share(group, whole(n, size.e))
-        sent["out"][:, -1] = _others_share(group, size.out(n, size.e))
+    size, n, first = MemberSizes(group), group.rows_a_member, int(group.ulysses > 1)
+    whole = {"Q": size.q, "K": size.k, "V": size.v, "out": size.out}
+    whole |= {"dQ": size.q, "dK": size.k, "dV": size.v, "dout": size.out}
+    given, returned = ["Q", "K", "V"], ["out"]
+    if direction == "backward":
+        given, returned = ["dout"], ["dQ", "dK", "dV"]
+    sent = {name: zeros(group, direction) for name in (*given, "K", "V", *returned)}
+    for name in ("K", "V"):
+        sent[name][:, first : first + group.ring - 1] = whole[name](n, size.e)
+    for name in ("dK", "dV") if direction == "backward" and group.ring > 1 else ():
+        sent[name][:, first + 2] = _first(group, lambda b: b.n_kv) * whole[name](1, size.e)
+        sent[name][:, first + 3 : first + 1 + group.ring] = whole[name](n, size.a)
+    if group.ulysses > 1:  # each rank keeps its own share of the heads
+        for step, names in ((0, given), (-1, returned)):
+            for name in names:
+                sent[name][:, step] = whole[name](n, size.e) // group.ulysses * (group.ulysses - 1)
     return sent
-
-
-def _sent_backward(group: Group) -> dict[str, np.ndarray]:
-    """Return the bytes that ranks send in the backward pass.
-
-    The members of the ring send K and V, and send dK and dV two steps later. At first, dK and dV
-    are gradients of one block, in the input type; later, they are float32 sums.
-    """
-    size = MemberSizes(group)
-    sent = _nothing(group, "backward", "dout", "K", "V", "dQ", "dK", "dV")
-    n, first = group.rows_a_member, int(group.ulysses > 1)
-    _pass_on(group, sent, size)
-    if group.ring > 1:
-        behind = slice(first + 3, first + 1 + group.ring)
-        sent["dK"][:, first + 2] = _first(group, lambda b: size.k(b.n_kv, size.e))
-        sent["dV"][:, first + 2] = _first(group, lambda b: size.v(b.n_kv, size.e))
-        sent["dK"][:, behind] = size.k(n, size.a)
-        sent["dV"][:, behind] = size.v(n, size.a)
-    if group.ulysses > 1:
-        sent["dout"][:, 0] = _others_share(group, size.out(n, size.e))
-        for name, whole in (("dQ", size.q), ("dK", size.k), ("dV", size.v)):
-            sent[name][:, -1] = _others_share(group, whole(n, size.e))
-    return sent
-
-
-def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> None:
-    first = int(group.ulysses > 1)
-    steps = slice(first, first + group.ring - 1)
-    sent["K"][:, steps] = size.k(group.rows_a_member, size.e)
-    sent["V"][:, steps] = size.v(group.rows_a_member, size.e)
-
-
-def _others_share(group: Group, whole: int) -> int:
-    """Return the bytes that a rank sends to the other ranks of its team.
-
-    `whole` is the bytes of the rank's own rows for all heads.
-    """
-    return whole // group.ulysses * (group.ulysses - 1)
-
-
-def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]:
-    return {name: zeros(group, direction) for name in names}
 
 
 # -- combining ------------------------------------------------------------------------------------
@@ -271,7 +240,9 @@ def _peak_forward(group: Group) -> np.ndarray:
     peak = np.full(group.ranks, first + size.out(n, size.wide) * size.merges_wide)
     if ring > 1:
         part = _later(group, lambda b: size.out(b.n_q, size.e) + size.lse(b.n_q))
-        peak = np.maximum(peak, _largest(part + base + so_far, size.kv(n, size.e)))
+        held = part + base + so_far + size.kv(n, size.e)
+        held[:, :-1] += size.kv(n, size.e)  # K and V of the next step
+        peak = np.maximum(peak, held.max(axis=1))
     last = base + size.out(n, size.e) + size.lse(n)
     if size.merges_wide:
         peak = np.maximum(peak, last + size.out(n, size.wide))
@@ -309,13 +280,3 @@ def _peak_backward(group: Group) -> np.ndarray:
     if group.ulysses > 1:
         peak = np.maximum(peak, base + 2 * results)
     return peak
-
-
-def _largest(held: np.ndarray, visitor: int) -> np.ndarray:
-    """Return the most bytes that each rank holds in any ring step from step 1 on.
-
-    At each step except the last, a rank holds the K and V of that step and of the next one.
-    """
-    held[:, :-1] += 2 * visitor
-    held[:, -1] += visitor
-    return held.max(axis=1)

@@ -95,13 +95,14 @@ class Ranks:
                 to = self.ranks[self.group.successor(number)]
                 to.put(**{target: rank[source].copy()})
 
-    def exchange(self, names: dict[str, str], before: str, split: int, join: int) -> None:
-        """Exchange arrays in each team: send the n-th piece along `split` to the n-th rank.
+    def exchange(self, names: dict[str, str], before: str) -> None:
+        """Exchange arrays in each team: send the n-th piece of an array to the n-th rank.
 
-        Each receiver joins the received pieces in order along `join`. The old arrays stay in
-        memory, under names that begin with the text `before`.
+        If `before` is "given", each rank has some rows of all heads, and gets all rows of some
+        heads; if it is "heads", the reverse. The old arrays stay in memory, under names that begin
+        with the text `before`.
         """
-        team = self.group.ulysses
+        team, (split, join) = self.group.ulysses, (1, 2) if before == "given" else (2, 1)
         if team == 1:
             return
         for name, tensor in names.items():

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, own_errors, shown
+from flashsim.errors import OptionError, ShapeError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
@@ -82,8 +82,6 @@ class Group:
 
     def __post_init__(self) -> None:
         p = self.problem
-        if not isinstance(p, Problem):
-            raise DTypeError(f"problem must be a flashsim.Problem, got {type(p).__name__}")
         ranks = checks.positive_int("ranks", self.ranks)
         if ranks > MOST_RANKS:
             raise UnsupportedError(

@@ -149,7 +149,7 @@ class _SpreadRun(Ranks):
         for number, rank in enumerate(self.ranks):
             rows = group.rows(number)
             rank.put(**{name: x[:, :, rows] for name, x in zip("qkv", (q, k, v), strict=True)})
-        self._to_heads({"q": "Q", "k": "K", "v": "V"})
+        self.exchange({"q": "Q", "k": "K", "v": "V"}, "given")
         for step in range(group.ring):
             if step < group.ring - 1:
                 self._pass_keys(step)
@@ -162,7 +162,7 @@ class _SpreadRun(Ranks):
             self.convert(number, "out", q.dtype)
         self.now += 1
         lse = self.gather("lse", group.member_rows, heads=True)
-        self._to_rows({"out": "out"})
+        self.exchange({"out": "out"}, "heads")
         out = self.gather("out", group.rows, heads=False)
         account = self.account("forward")
         for rank in self.ranks:
@@ -176,8 +176,7 @@ class _SpreadRun(Ranks):
             return
         k, v = self._visiting(rank, step)
         ran = execution.run(
-            *(rank["q"][:, :, block.q], k[:, :, block.k], v[:, :, block.k]),
-            **self._question(block),
+            *(rank["q"][:, :, block.q], k[:, :, block.k], v[:, :, block.k]), **self._question(block)
         )
         self.note(number, ran.trace)
         if step == 0:
@@ -206,7 +205,7 @@ class _SpreadRun(Ranks):
             kept = {name: rank[name] for name in ("q", "k", "v", "out", "lse")}
             rank.arrays, rank.peak = kept, 0
             rank.put(dout=dout[:, :, group.rows(number)])
-        self._to_heads({"dout": "dout"})
+        self.exchange({"dout": "dout"}, "given")
         for step in range(group.ring + (group.ring > 1)):
             if step < group.ring - 1:
                 self._pass_keys(step)
@@ -220,7 +219,7 @@ class _SpreadRun(Ranks):
         for number, rank in enumerate(self.ranks) if group.ring > 1 else ():
             self._come_home(number, rank)
         self.now += 1
-        self._to_rows({"dq": "dQ", "dk": "dK", "dv": "dV"})
+        self.exchange({"dq": "dQ", "dk": "dK", "dv": "dV"}, "heads")
         dq, dk, dv = (
             self.host.give(self.gather(name, group.rows, heads=False))
             for name in ("dq", "dk", "dv")
@@ -335,11 +334,3 @@ class _SpreadRun(Ranks):
                 rank.arrays.pop(f"visiting_{name}", None)
                 if f"incoming_{name}" in rank:
                     rank.rename(f"incoming_{name}", f"visiting_{name}")
-
-    def _to_heads(self, names: dict[str, str]) -> None:
-        """Exchange arrays in each team: send some rows of all heads, get all rows of some heads."""
-        self.exchange(names, "given", split=1, join=2)
-
-    def _to_rows(self, names: dict[str, str]) -> None:
-        """Exchange arrays in each team: send all rows of some heads, get some rows of all heads."""
-        self.exchange(names, "heads", split=2, join=1)

@@ -27,7 +27,7 @@ def check(one: Exercise | KernelExercise) -> Table:
     table = Table(f"{one.name}: {one.title}", ("checked", "right", "points", "words"))
 
     def row(what: str, right: bool, points: int | None, said: str) -> None:
-        table.rows.append((what, right, points, " ".join(said.split())))
+        table.add(what, right, points, " ".join(said.split()))
 
     rounds = KERNEL_ROUNDS if isinstance(one, KernelExercise) else ROUNDS
     points, said = reference(one, rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,12 +126,10 @@ class KernelExercise:
     @cached_property
     def full_marks(self) -> dict[tuple[str, str], int]:
         """The bytes for full marks by operation and tensor, summed over all graded calls."""
-        budget = self.budget or attention_bytes
-        found: dict[tuple[str, str], int] = {}
+        found: Counter[tuple[str, str]] = Counter()
         for case in self.cases:
-            for key, nbytes in budget(case.task).items():
-                found[key] = found.get(key, 0) + nbytes
-        return found
+            found.update((self.budget or attention_bytes)(case.task))
+        return dict(found)
 
     @property
     def full_marks_bytes(self) -> int:

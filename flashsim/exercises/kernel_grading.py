@@ -12,9 +12,9 @@ import pickle
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from flashsim.exercises.exercise import Arrays
 from flashsim.exercises.kernel_exercise import KernelCase, KernelExercise
 from flashsim.exercises.kernel_runner import KernelOrder
 from flashsim.exercises.marks import Mark, Marks, Refused, beside, bytes_mark, room_mark
-from flashsim.exercises.runner import Limits, plain, run
+from flashsim.exercises.runner import plain, run
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.record_file import unpacked
 from flashsim.schedule.names import LOAD
@@ -107,7 +107,7 @@ def grade_kernels(
 def handed(order: KernelOrder) -> Handover:
     """Run a file in a separate process, with the calls and limits of a `KernelOrder`."""
     command = [sys.executable, "-P", "-m", kernel_runner.__name__]
-    ended = run(command, pickle.dumps(order), Limits(order.seconds, result=_MOST))
+    ended = run(command, pickle.dumps(order), order.seconds, _MOST)
     if ended.why:
         return Handover(ended.why, words.WHY_ENDED[ended.why].format(order.seconds))
     first, _, data = ended.result.partition(b"\n")
@@ -130,11 +130,11 @@ def _judged(
         )
     for case, arrays, one in zip(cases, drawn, recorded, strict=True):
         values = list(one.values)
-        traced = KernelTrace(one.record, names=one.names, problem=_spread(case), values=values)
+        p = case.task.problem  # in the arrays, the batch entries are additional heads
+        p = replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
+        traced = KernelTrace(one.record, names=one.names, problem=p, values=values)
         for name, array in zip(exercise.given, exercise.arguments(arrays), strict=True):
-            if (
-                name in traced.tensors
-            ):  # use the inputs that were drawn, whatever the process returned
+            if name in traced.tensors:  # the inputs drawn here, not those that the process returned
                 code = traced.tensors.index(name)
                 values[code] = array.reshape(values[code].shape)
         traced.values = tuple(values)
@@ -146,7 +146,11 @@ def _judged(
         name = f"results, {_short(run_.case)}"
         marks.append(Mark(name, 0, most, "result", why) if why else Mark(name, most, most))
     wrong = [mark for mark in marks if mark.kind]
-    moved = _moved(exercise, runs)
+    mine: Counter[tuple[str, str]] = Counter()
+    for run_ in runs:
+        for row in run_.traced.byte_rows:
+            mine[row.op, row.tensor] += row.nbytes
+    moved = beside(mine, exercise.full_marks)
     peak = max(run_.traced.trace.peak_sram() for run_ in runs)
     most, all_wrong = exercise.tasks[0].sram_bytes, len(wrong) == len(runs)
     overflow = f"a program holds about {peak:,} B at once, but {most:,} B fit: use smaller tiles"
@@ -160,12 +164,6 @@ def _judged(
         "sram": most,
     }
     return tuple(marks), figures, moved, runs[-1].traced.trace
-
-
-def _spread(case: KernelCase) -> Any:
-    """Return the problem with batch entries turned into heads, as in a graded call's arrays."""
-    p = case.task.problem
-    return replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
 
 
 def _short(case: KernelCase) -> str:
@@ -198,10 +196,15 @@ def _unread(exercise: KernelExercise, one: _Run) -> str:
 
 def _wrong(exercise: KernelExercise, one: _Run) -> str:
     """Return why the results are wrong, or "" if they are right."""
-    reference: Callable[..., Any] | None = None
-    if exercise.truth is not None:
-        reference = partial(_truth, exercise, one)
-    verdict = one.traced.check(reference)
+    truth, traced = exercise.truth, one.traced
+
+    def reference(_: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        assert truth is not None
+        found = truth(one.arrays, one.case.task.problem, "float64")
+        shape = {name: traced.values[traced.tensors.index(name)].shape for name in found}
+        return {name: x.reshape(shape[name]) for name, x in found.items()}
+
+    verdict = traced.check(None if truth is None else reference)
     missing = [name for name in exercise.outputs if name not in {x.tensor for x in verdict.outputs}]
     if missing:
         return f"{' and '.join(missing)} cannot be compared; check that its shape is the task's"
@@ -213,15 +216,6 @@ def _wrong(exercise: KernelExercise, one: _Run) -> str:
     return f"{one.case.title}: {'; '.join(lines)}{right}"
 
 
-def _truth(
-    exercise: KernelExercise, one: _Run, loaded: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    assert exercise.truth is not None
-    found = exercise.truth(one.arrays, one.case.task.problem, "float64")
-    shape = {name: one.traced.values[one.traced.tensors.index(name)].shape for name in found}
-    return {name: x.reshape(shape[name]) for name, x in found.items()}
-
-
 def _safe(runs: Sequence[_Run]) -> Mark:
     name = "safe on a GPU"
     unsafe = [x for one in runs for x in one.traced.findings if x.kind in _UNSAFE]
@@ -229,14 +223,6 @@ def _safe(runs: Sequence[_Run]) -> Mark:
         return Mark(name, SAFE, SAFE)
     said = [*dict.fromkeys(map(str, unsafe))]
     return Mark(name, 0, SAFE, unsafe[0].kind.replace(" ", "-"), "\n".join(said[:3]))
-
-
-def _moved(exercise: KernelExercise, runs: Sequence[_Run]) -> tuple[tuple[str, str, int, int], ...]:
-    mine: dict[tuple[str, str], int] = {}
-    for one in runs:
-        for row in one.traced.byte_rows:
-            mine[row.op, row.tensor] = mine.get((row.op, row.tensor), 0) + row.nbytes
-    return beside(mine, exercise.full_marks)
 
 
 def _bytes(

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashsim.exercises.exercise import Exercise
+from flashsim.exercises.shelf import AnyExercise
 from flashsim.trace.trace import Trace
 
 
-def draw(traces: Mapping[str, Trace], exercise: Exercise) -> Any:
+def draw(traces: Mapping[str, Trace], exercise: AnyExercise) -> Any:
     """Draw a bar per trace, stacked by tensor, and a line at the lower bound; return the Axes."""
     from flashsim import viz
 
     axes = viz.traffic(dict(traces))
-    if exercise.bound is not None:
+    if isinstance(exercise, Exercise) and exercise.bound is not None:
         bound, color = exercise.bound(exercise.task), viz.palette.theme("light").accent
         if any(trace.compulsory() != bound for trace in traces.values()):  # already drawn
             axes.axhline(bound, color=color, lw=1.6, ls=":")

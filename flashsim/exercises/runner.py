@@ -13,8 +13,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 #: Environment variables that a process inherits, to find Python, its packages and its libraries.
 _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HOME", "SYSTEMROOT")
@@ -22,13 +21,8 @@ _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The limits of a process: seconds, bytes of result (stdout), bytes of messages (stderr)."""
-
-    seconds: float = 60.0
-    result: int = 1 << 26
-    printed: int = 1 << 20
+#: The most bytes of messages (stderr) of a process.
+_PRINTED = 1 << 20
 
 
 class Ended(NamedTuple):
@@ -49,8 +43,11 @@ class Ended(NamedTuple):
         return plain(lines[-1], 300)
 
 
-def run(command: Sequence[str], given: bytes, limits: Limits) -> Ended:
-    """Run a command with the bytes `given` as stdin; return its stdout and stderr."""
+def run(command: Sequence[str], given: bytes, seconds: float = 60.0, most: int = 1 << 26) -> Ended:
+    """Run a command with the bytes `given` as stdin, for at most so many seconds.
+
+    The result has the command's stdout, of at most `most` bytes, and its stderr.
+    """
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -78,19 +75,16 @@ def run(command: Sequence[str], given: bytes, limits: Limits) -> Ended:
                     _end(process)
                     return
 
-    threads = [
-        threading.Thread(target=feed, args=(process.stdin,), daemon=True),
-        threading.Thread(
-            target=drain, args=(process.stdout, result, "result", limits.result), daemon=True
-        ),
-        threading.Thread(
-            target=drain, args=(process.stderr, printed, "printed", limits.printed), daemon=True
-        ),
+    works: list[tuple[Any, ...]] = [
+        (feed, process.stdin),
+        (drain, process.stdout, result, "result", most),
+        (drain, process.stderr, printed, "printed", _PRINTED),
     ]
+    threads = [threading.Thread(target=work, args=of, daemon=True) for work, *of in works]
     for thread in threads:
         thread.start()
     try:
-        process.wait(limits.seconds)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         why.append("time")
     finally:
@@ -98,7 +92,7 @@ def run(command: Sequence[str], given: bytes, limits: Limits) -> Ended:
         process.wait()
     for thread in threads:
         thread.join(1)  # do not wait longer: a process that left the group may hold the pipe open
-    text = bytes(printed[: limits.printed]).decode("utf-8", "replace")
+    text = bytes(printed[:_PRINTED]).decode("utf-8", "replace")
     return Ended(process.returncode, bytes(result), text, why[0] if why else "")
 
 

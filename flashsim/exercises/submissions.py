@@ -31,7 +31,7 @@ from flashsim.exercises.homework import students_in
 from flashsim.exercises.kernel_exercise import KernelExercise
 from flashsim.exercises.kernel_grading import grade_kernels
 from flashsim.exercises.marks import Marks, Refused
-from flashsim.exercises.runner import Ended, Limits, plain, run
+from flashsim.exercises.runner import Ended, plain, run
 from flashsim.exercises.words import WHY_ENDED
 from flashsim.trace.trace import Trace
 
@@ -206,7 +206,7 @@ def _text_of(path: Path) -> str:
 def _ended(order: Order) -> Ended:
     """Run a student's file in a separate process."""
     command = [sys.executable, "-P", "-m", recorder.__name__]
-    return run(command, pickle.dumps(order), Limits(order.seconds, result=MOST + (1 << 20)))
+    return run(command, pickle.dumps(order), order.seconds, MOST + (1 << 20))
 
 
 def _handed(order: Order) -> Handed:

@@ -30,7 +30,14 @@ _CUDA_CALLS = {
     **{"exp": "flash_exp", "exp2": "exp2f", "expm1": "expm1f", "log": "__logf", "log2": "__log2f"},
     **{"log1p": "log1pf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "tanh": "flash_tanh"},
     **{"sin": "sinf", "cos": "cosf", "floor": "floorf", "ceil": "ceilf", "erf": "erff"},
-    **{"sigmoid": "flash_sigmoid", "pow": "powf"},
+    "sigmoid": "flash_sigmoid",
+}
+#: C++ expressions, by operation.
+_FORMS = {
+    **{op: f"{{}} {sign} {{}}" for op, sign in {**INFIX, "and": "&", "or": "|"}.items()},
+    **{op: f"{call}({{}})" for op, call in _CUDA_CALLS.items()},
+    **{"not": "!{}", "neg": "-{}", "where": "{} ? {} : {}", "pow": "powf({}, {})"},
+    **{"min": "min({}, {})", "max": "max({}, {})", "abs": "abs({})", "div": "__fdividef({}, {})"},
 }
 #: Helper functions that the emitted code calls. FLASH_FAST_TANH selects the hardware's tanh, whose
 #: relative error is 2^-11.
@@ -400,28 +407,16 @@ class _Cuda:
             return distance or f"({_CUDA_TYPES[node.kind]}){args[0]}"
         if op == "mul" and node.kind == FLOAT and (product := self._times_distance(node)):
             return product
-        if op in ("and", "or"):
-            return f"{args[0]} {'&' if op == 'and' else '|'} {args[1]}"
-        if op == "not":
-            return f"!{args[0]}"
         if op in ("floordiv", "mod"):
             return self._divided(node, args)
-        if op in ("min", "max", "abs"):
-            name = f"f{op}f" if node.kind == FLOAT and op != "abs" else op
-            name = "fabsf" if node.kind == FLOAT and op == "abs" else name
+        if op in ("min", "max", "abs") and node.kind == FLOAT:
+            name = "fabsf" if op == "abs" else f"f{op}f"
             return f"{name}({', '.join(args)})"
-        if op == "neg":
-            return f"-{args[0]}"
-        if op == "where":
-            return f"{args[0]} ? {args[1]} : {args[2]}"
         if op == "div":
             by = self.nodes[node.args[1]]
             if by.op == "const" and by.value and math.isfinite(by.value):
                 return f"{args[0]} * {_literal(by._replace(value=1 / by.value))}"
-            return f"__fdividef({args[0]}, {args[1]})"
-        if op in INFIX:
-            return f"{args[0]} {INFIX[op]} {args[1]}"
-        return f"{_CUDA_CALLS[op]}({', '.join(args)})"
+        return _FORMS[op].format(*args)
 
     def _distance(self, node: Node) -> str | None:
         """Return a distance between positions, or its absolute value, as a C++ float, or None.

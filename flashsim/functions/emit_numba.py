@@ -11,12 +11,19 @@ from flashsim.functions.emit import INFIX, never_negative
 from flashsim.functions.graph import ArraySpec, Graph, Node
 from flashsim.functions.operations import BOOL, FLOAT, INT, SCORE
 
-_NUMBA_CALLS = {
+#: Python expressions, by operation.
+_FORMS = {
+    **{
+        op: f"{{}} {sign} {{}}" for op, sign in {**INFIX, "and": "&", "or": "|", "div": "/"}.items()
+    },
+    **{"not": "not {}", "neg": "-{}", "abs": "abs({})", "where": "{1} if {0} else {2}"},
+    **{"min": "{0} if {0} <= {1} else {1}", "max": "{0} if {0} >= {1} else {1}"},
     **{name: f"math.{name}({{}})" for name in ("exp", "expm1", "log", "log1p", "sqrt", "tanh")},
     **{name: f"math.{name}({{}})" for name in ("sin", "cos", "erf")},
     **{"exp2": "math.exp({} * F(0.6931471805599453))", "rsqrt": "F(1) / math.sqrt({})"},
     **{"log2": "math.log({}) * F(1.4426950408889634)", "floor": "F(math.floor({}))"},
     **{"ceil": "F(math.ceil({}))", "sigmoid": "F(0.5) * math.tanh(F(0.5) * {}) + F(0.5)"},
+    "pow": "F({} ** {})",
 }
 
 
@@ -118,29 +125,9 @@ class Written:
             ]
         if op == "cast":
             return f"{'F' if node.kind == FLOAT else 'np.int64'}({args[0]})"
-        if op == "not":
-            return f"not {args[0]}"
-        if op == "neg":
-            return f"-{args[0]}"
-        if op in ("min", "max"):
-            return (
-                f"{args[0]} if {args[0]} {'<=' if op == 'min' else '>='} {args[1]} else {args[1]}"
-            )
-        if op == "abs":
-            return f"abs({args[0]})"
-        if op == "where":
-            return f"{args[1]} if {args[0]} else {args[2]}"
-        if op in ("and", "or"):
-            return f"{args[0]} {'&' if op == 'and' else '|'} {args[1]}"
         if op in ("floordiv", "mod"):
             return self._divided(node, args)
-        if op == "pow":
-            return f"F({args[0]} ** {args[1]})"
-        if op == "div":
-            return f"{args[0]} / {args[1]}"
-        if op in INFIX:
-            return f"{args[0]} {INFIX[op]} {args[1]}"
-        return _NUMBA_CALLS[op].format(*args)
+        return _FORMS[op].format(*args)
 
     def read(self, node: Node) -> str:
         """Return the Python expression that reads a captured array's element, in its own type."""

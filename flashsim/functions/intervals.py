@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.functions.graph import Graph, Node
-from flashsim.functions.operations import BOOL, FLOAT, INT
+from flashsim.functions.operations import BOOL, FLOAT, INT, OPERATIONS
 
 #: A lower and an upper bound per box.
 Interval = tuple[np.ndarray, np.ndarray]
@@ -178,8 +178,7 @@ def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
     op = node.op
     result: Interval = args[0]
     if op in ("add", "min", "max", "and", "or"):
-        function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.minimum,
-                    "or": np.maximum}[op]  # fmt: skip
+        function = OPERATIONS[{"and": "min", "or": "max"}.get(op, op)].numpy
         result = function(args[0][0], args[1][0]), function(args[0][1], args[1][1])
     elif op == "sub":
         result = args[0][0] - args[1][1], args[0][1] - args[1][0]
@@ -220,7 +219,8 @@ def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
     elif op in ("floordiv", "mod"):
         result = _divided(node, *args)
     elif op in _RISING:
-        result = _RISING[op](args[0][0]), _RISING[op](args[0][1])
+        low, high = (OPERATIONS[op].numpy(x) for x in args[0])
+        result = low, high
     elif op in ("shl", "shr"):
         (a, b), (c, d) = args
         shift = np.left_shift if op == "shl" else np.right_shift
@@ -268,13 +268,8 @@ def _divided(node: Node, a: Interval, b: Interval) -> Interval:
     return np.where(one, first, none[0]), np.where(one, last, none[1])
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 0.5 * np.tanh(0.5 * x) + 0.5
-
-
 #: Monotonically increasing operations.
-_RISING: dict[str, Callable[..., Any]] = {
-    **{"exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2},
-    **{"log1p": np.log1p, "sqrt": np.sqrt, "tanh": np.tanh, "floor": np.floor, "ceil": np.ceil},
-    "sigmoid": _sigmoid,
-}
+_RISING = (
+    *("exp", "exp2", "expm1", "log", "log2", "log1p"),
+    *("sqrt", "tanh", "floor", "ceil", "sigmoid"),
+)

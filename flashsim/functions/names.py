@@ -52,11 +52,6 @@ def _or_bits(logic: str, bits: str) -> Callable[..., Any]:
     return apply
 
 
-def _xor(a: Any, b: Any) -> Any:
-    r = _recorder_of((a, b))
-    return r.symbol("ne" if r.kind(a) == r.kind(b) == BOOL else "bitxor", a, b)
-
-
 def _invert(x: Any) -> Any:
     r = _recorder_of((x,))
     return r.symbol("not", x) if r.kind(x) == BOOL else r.symbol("sub", -1, x)
@@ -67,14 +62,14 @@ def _logical_xor(a: Any, b: Any) -> Any:
     return r.symbol("ne", r.cast(a, BOOL), r.cast(b, BOOL))
 
 
-def _sub(a: Any, b: Any, alpha: Any = 1) -> Any:
-    r = _recorder_of((a, b))
-    return r.symbol("sub", a, b if alpha == 1 else r.symbol("mul", alpha, b))
+def _adds(name: str) -> Callable[..., Any]:
+    """Return a function that adds or subtracts `alpha` times its second argument, as in torch."""
 
+    def apply(a: Any, b: Any, alpha: Any = 1) -> Any:
+        r = _recorder_of((a, b))
+        return r.symbol(name, a, b if alpha == 1 else r.symbol("mul", alpha, b))
 
-def _add(a: Any, b: Any, alpha: Any = 1) -> Any:
-    r = _recorder_of((a, b))
-    return r.symbol("add", a, b if alpha == 1 else r.symbol("mul", alpha, b))
+    return apply
 
 
 def _div(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
@@ -114,17 +109,9 @@ def _clip(x: Any, min: Any = None, max: Any = None, **names: Any) -> Any:
     return x if high is None else r.symbol("min", x, high)
 
 
-def _relu(x: Any) -> Any:
-    return _recorder_of((x,)).symbol("max", x, 0)
-
-
 def _leaky_relu(x: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Any:
     r = _recorder_of((x,))
     return r.symbol("where", r.symbol("lt", x, 0), r.symbol("mul", x, negative_slope), x)
-
-
-def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
-    return _where(mask, value, x)
 
 
 def _sign(x: Any) -> Any:
@@ -133,10 +120,6 @@ def _sign(x: Any) -> Any:
     return r.symbol(
         "where", r.symbol("lt", 0, x), one, r.symbol("where", r.symbol("lt", x, 0), -one, 0 * one)
     )
-
-
-def _square(x: Any) -> Any:
-    return _pow(x, 2)
 
 
 def _softplus(x: Any) -> Any:
@@ -185,8 +168,8 @@ def _to(kind: str) -> Callable[..., Any]:
 
 #: The traceable functions, by their names in Python, NumPy, torch and JAX.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("add",), _add),
-    **dict.fromkeys(("sub", "subtract"), _sub),
+    "add": _adds("add"),
+    **dict.fromkeys(("sub", "subtract"), _adds("sub")),
     **dict.fromkeys(("mul", "multiply"), _applies("mul")),
     **dict.fromkeys(("div", "divide", "true_divide", "truediv"), _div),
     **dict.fromkeys(("floor_divide", "floordiv"), _applies("floordiv")),
@@ -203,9 +186,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
             *("sin", "cos", "erf", "floor", "ceil"),
         )
     },
-    **{"expit": _applies("sigmoid"), "trunc": _trunc, "relu": _relu, "sign": _sign},
-    **{"leaky_relu": _leaky_relu, "masked_fill": _masked_fill},
-    **{"square": _square, "softplus": _softplus, "logaddexp": _logaddexp},
+    **{
+        "expit": _applies("sigmoid"),
+        "trunc": _trunc,
+        "relu": lambda x: _recorder_of((x,)).symbol("max", x, 0),
+        "sign": _sign,
+    },
+    **{"leaky_relu": _leaky_relu, "masked_fill": lambda x, mask, value: _where(mask, value, x)},
+    **{"square": lambda x: _pow(x, 2), "softplus": _softplus, "logaddexp": _logaddexp},
     **{"silu": _silu, "swish": _silu, "gelu": _gelu},
     **dict.fromkeys(("lt", "less"), _applies("lt")),
     **dict.fromkeys(("le", "less_equal"), _applies("le")),
@@ -215,7 +203,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("ne", "not_equal"), _applies("ne")),
     **dict.fromkeys(("and", "bitwise_and"), _or_bits("and", "bitand")),
     **dict.fromkeys(("or", "bitwise_or"), _or_bits("or", "bitor")),
-    **dict.fromkeys(("xor", "bitwise_xor"), _xor),
+    **dict.fromkeys(("xor", "bitwise_xor"), _or_bits("ne", "bitxor")),
     **dict.fromkeys(("invert", "bitwise_not"), _invert),
     "logical_and": _applies("and"),
     "logical_or": _applies("or"),

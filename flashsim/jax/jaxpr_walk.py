@@ -28,16 +28,8 @@ from flashsim.jax.refs import Lanes, Ref, locate, uninitialized
 
 #: Primitives that only call one jaxpr, and the parameters that may hold it.
 CALLS = {
-    *(
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "remat",
-        "checkpoint",
-        "remat2",
-        "core_closed_call",
-    ),
+    *("jit", "pjit", "closed_call", "core_call", "core_closed_call"),
+    *("remat", "remat2", "checkpoint"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "jaxpr_call"),
 }
 BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")

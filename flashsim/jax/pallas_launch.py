@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast, get_args
 
 import jax
@@ -24,7 +24,7 @@ import numpy as np
 from flashsim.errors import OptionError, UnsupportedError, choices
 from flashsim.jax.jaxpr_walk import Observer, SourceLine, Walker, scratch, source_line
 from flashsim.jax.live_values import most_live
-from flashsim.jax.refs import HbmTensor, Lanes, Ref, uninitialized
+from flashsim.jax.refs import HbmTensor, Lanes, Ref, locate, uninitialized
 
 Model = Literal["gpu", "tpu"]
 
@@ -396,13 +396,7 @@ def window(operand: BlockOperand, start: tuple[int, ...]) -> Ref:
 
 def everything(ref: Ref) -> Lanes:
     """Return all lanes (elements) of a ref, including squeezed dimensions and any past the end."""
-    axes = tuple((first, length, 1) for first, length in zip(ref.start, ref.shape, strict=True))
-    inside = all(
-        first >= 0 and first + length <= size
-        for (first, length, _), size in zip(axes, ref.array.shape, strict=True)
-    )
-    index = tuple(slice(first, first + length) for first, length, _ in axes) if inside else None
-    return Lanes(ref, ref.shape, index, axes, tuple(range(len(axes))))
+    return locate(replace(ref, squeezed=(False,) * len(ref.shape)), ())
 
 
 def inner(ref: Ref) -> Lanes:

@@ -8,8 +8,9 @@ A `Ref` is a window of a NumPy array, which is a tensor in device memory or an o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +42,6 @@ class Ref:
     squeezed: tuple[bool, ...]
     tensor: HbmTensor | None = None
     name: str = ""
-    written: bool = field(default=False)
 
     @classmethod
     def whole(cls, array: np.ndarray, tensor: HbmTensor | None = None, name: str = "") -> Ref:
@@ -105,7 +105,6 @@ class Lanes:
 
     def write(self, value: np.ndarray, kept: np.ndarray | None) -> None:
         """Store `value` in those lanes that are kept and inside the array."""
-        self.ref.written = True
         if self.index is not None and kept is None:
             self.ref.array[self.index] = value
             return
@@ -114,7 +113,6 @@ class Lanes:
 
     def combine(self, operation: np.ufunc, value: np.ndarray, kept: np.ndarray | None) -> None:
         """Combine `value` with the lanes' elements in place; two lanes may share one element."""
-        self.ref.written = True
         kept = self.inside if kept is None else self.inside & kept
         operation.at(self.ref.array, tuple(at[kept] for at in self.coordinates), value[kept])
 
@@ -224,31 +222,22 @@ def gathered(
         else np.asarray(i, np.int64)
         for i in indices
     ]
-    numbers = [n for n, i in enumerate(indices) if not is_slice(i)]
-    common = np.broadcast_shapes(*(steps[n].shape for n in numbers))
-    adjacent = numbers[-1] - numbers[0] == len(numbers) - 1
-    order: list[int | None] = []  # the value's dimensions: a slice's number, or None for `common`
-    for n, index in enumerate(indices):
-        if is_slice(index):
-            order.append(n)
-        elif None not in order:
-            order.append(None)
-    if not adjacent:
-        order.remove(None)
-        order.insert(0, None)
-    shape: list[int] = []
-    where: dict[int | None, int] = {}
-    for entry in order:
-        where[entry] = len(shape)
-        shape += common if entry is None else steps[entry].shape
+    common = np.broadcast_shapes(
+        *(step.shape for step, i in zip(steps, indices, strict=True) if not is_slice(i))
+    )
+    # NumPy arranges the axes: each array is replaced by one that numbers its elements.
+    numbers = np.arange(math.prod(common)).reshape(common)
+    index = tuple(slice(None) if is_slice(i) else numbers for i in indices)
+    values = [
+        step if is_slice(i) else np.broadcast_to(step, common).ravel()
+        for step, i in zip(steps, indices, strict=True)
+    ]
+    places = [at[index] for at in grid([(0, len(x), 1) for x in values], range(len(values)))]
+    shape = places[0].shape
     coordinates = [np.broadcast_to(np.int64(first), shape) for first, _, _ in axes]
-    for n, d in enumerate(dims):
-        key = n if n in where else None
-        values = np.broadcast_to(steps[n], common) if key is None else steps[n]
-        wide = [1] * len(shape)
-        wide[where[key] : where[key] + values.ndim] = values.shape
+    for d, x, at in zip(dims, values, places, strict=True):
         first, _, step = axes[d]
-        coordinates[d] = np.broadcast_to(first + step * values.reshape(wide), shape)
+        coordinates[d] = first + step * x[at]
     return tuple(coordinates)
 
 

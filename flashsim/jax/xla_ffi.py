@@ -13,16 +13,7 @@ import math
 import re
 import struct
 from collections.abc import Callable
-from ctypes import (
-    POINTER,
-    c_char_p,
-    c_int,
-    c_int64,
-    c_size_t,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -137,14 +128,6 @@ class ForeignCall:
         self._frame = _FRAME_WORDS.unpack(view)
         self.extension, self.api = self._frame[_EXTENSION], self._frame[_API_AT]
 
-    @property
-    def _given(self) -> list[list[int]]:
-        return self._buffers(*_ARGUMENTS)
-
-    @property
-    def _made(self) -> list[list[int]]:
-        return self._buffers(*_RESULTS)
-
     def _buffers(self, n: int, at: int) -> list[list[int]]:
         each = _pointers(self._frame[at], self._frame[n])
         return [_BUFFER.from_address(address)[:] for address in each]
@@ -165,17 +148,18 @@ class ForeignCall:
     @property
     def arguments(self) -> list[XlaArray]:
         """Return the memory of the call's arguments."""
-        return [XlaArray(buffer) for buffer in self._given]
+        return [XlaArray(buffer) for buffer in self._buffers(*_ARGUMENTS)]
 
     @property
     def results(self) -> list[XlaArray]:
         """Return the memory of the call's results, which the function fills."""
-        return [XlaArray(buffer) for buffer in self._made]
+        return [XlaArray(buffer) for buffer in self._buffers(*_RESULTS)]
 
     def looks(self) -> tuple[Any, ...]:
         """Return a cache key: each argument's type and shape."""
         return tuple(
-            (_low(x[_DTYPE]), ctypes.string_at(x[_DIMS], 8 * x[_RANK])) for x in self._given
+            (_low(x[_DTYPE]), ctypes.string_at(x[_DIMS], 8 * x[_RANK]))
+            for x in self._buffers(*_ARGUMENTS)
         )
 
     def text(self, name: str) -> str:

@@ -133,19 +133,12 @@ class L2Model:
         halves = np.arange(device.sm_count) % self.parts(device)
         return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
 
-    def jitter_share(
+    def shares(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
-    ) -> float:
-        """Return the jitter as a fraction of the time that one visit takes, at most 1."""
+    ) -> tuple[float, float]:
+        """Return `jitter` (at most 1) and `turn` in units of the time that one visit takes."""
         seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
-        return min(1.0, self.jitter / seconds) if seconds else 0.0
-
-    def turn_share(
-        self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
-    ) -> float:
-        """Return `turn`, the delay between ordered additions to dQ, in units of a visit's time."""
-        seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
-        return self.turn / seconds if seconds else 0.0
+        return (min(1.0, self.jitter / seconds), self.turn / seconds) if seconds else (0.0, 0.0)
 
     def visit_seconds(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
@@ -216,9 +209,7 @@ class L2Model:
         if self.launch not in ("grouped", "in-turns"):
             return heads_of(stage, schedule.problem)[0]
         return self.heads_in_group or clump_size(
-            *(stage, schedule.problem, tiles),
-            l2_bytes=device.l2_bytes,
-            processors=device.sm_count,
+            *(stage, schedule.problem, tiles), l2_bytes=device.l2_bytes, processors=device.sm_count
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from flashsim import report
 from flashsim.counts import questions
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, UnsupportedError, choices, own_errors, shown
+from flashsim.errors import UnsupportedError, own_errors
 from flashsim.l2.captured import LINE, LINED
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
@@ -72,11 +72,7 @@ class Dram:
         if op is not None:
             checks.one_of("DRAM operation", op, OPS)
         if stage is not None:
-            names = [s.name for s in self.stages]
-            if not isinstance(stage, str) or stage not in names:
-                raise OptionError(
-                    f"there is no stage {shown(stage)}; choose from {choices(stage, names)}"
-                )
+            checks.one_of("stage", stage, [s.name for s in self.stages])
         questions.check_names(None, tensor)
         return sum(
             nbytes
@@ -109,9 +105,9 @@ class Dram:
                 for op in questions.OPS
             }
             totals = [sum(getattr(part, op).values()) for op in OPS]
-            table.rows.append((part.name, *asked.values(), *totals))
+            table.add(part.name, *asked.values(), *totals)
         totals = [self.bytes(op) for op in OPS]
-        table.rows.append(("all", *(r.bytes(op) for op in questions.OPS), *totals))
+        table.add("all", *(r.bytes(op) for op in questions.OPS), *totals)
         return table
 
     def _empty(self) -> report.Table:

@@ -203,8 +203,7 @@ def stream(
     cluster = model.cluster if stage.outer == "keys" and stage.visit and not len(ranks) else 1
     walks, outers, flipped = (np.repeat(x, cluster) for x in (walks, outers, flipped))
     slots = min(model.slots(stage, schedule, device), len(walks))
-    timed = stage, schedule, device, algorithm, direction
-    jitter, turn = model.jitter_share(*timed), model.turn_share(*timed)
+    jitter, turn = model.shares(stage, schedule, device, algorithm, direction)
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
     table, edges = (
         [row for part in parts for row in part],

@@ -157,12 +157,7 @@ def _begins(cut: Visits) -> np.ndarray:
 
 
 def _events(
-    geometry: Geometry,
-    launch: int,
-    cut: Visits,
-    member: np.ndarray,
-    names: _Codes,
-    one: np.ndarray,
+    geometry: Geometry, launch: int, cut: Visits, member: np.ndarray, names: _Codes, one: np.ndarray
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray]]:
     """Return the events of one head's programs in order, and the FLOPs of each compute event."""
     record = geometry.record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tensors import ROW
 from flashsim.schedule.tiling import Tiling
+from flashsim.trace.timeline import numbers
 
 #: The stage of FlashAttention-2 that stores a tensor.
 _STAGE_OF = {
@@ -94,7 +96,7 @@ def expected_of(g: Geometry, device: Device) -> Expected | None:
         split = Split(max(1, g.record.tensors[code].size // whole))
     elif "O" not in every:
         return None
-    total: dict[tuple[str, str], int] = {}
+    total: Counter[tuple[str, str]] = Counter()
     tiles: list[str] = []
     for launch, names in enumerate(stored):
         tiling = Tiling(*g.heights[launch])
@@ -107,14 +109,13 @@ def expected_of(g: Geometry, device: Device) -> Expected | None:
             stages = {"split"} if names & {"O_part"} else {"combine"}
         if "dkdv" in stages and "dq" in stages:
             return None  # dK, dV and dQ in one pass: not FlashAttention-2's three-pass backward
-        for moved, nbytes in by_operation(counted.transfers, stages).items():
-            total[moved] = total.get(moved, 0) + nbytes
+        total.update(by_operation(counted.transfers, stages))
         if stages - {"delta", "combine"}:
             tiles.append(str(tiling))
     title = algorithm + (" backward" if direction == "backward" else "")
     if algorithm == "flash-decode":
         title += f", {split.splits} splits"
-    return Expected(title, ", ".join(dict.fromkeys(tiles)), total) if total else None
+    return Expected(title, ", ".join(dict.fromkeys(tiles)), dict(total)) if total else None
 
 
 def _stored_in(g: Geometry, launch: int) -> set[str]:
@@ -195,15 +196,8 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
 
 def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
     """Return a number per access; one program's accesses to the same tile get the same number."""
-    columns = [g.record.accesses[x][accesses] for x in ("last", "first", "tensor", "program")]
-    columns.append(g.record.accesses["launch"][accesses])
-    order = np.lexsort(columns)
-    new = np.zeros(len(accesses), bool)
-    for column in columns:
-        new[1:] |= np.diff(column[order]) != 0
-    found = np.empty(len(accesses), np.int64)
-    found[order] = np.cumsum(new)
-    return found
+    its = g.record.accesses[accesses]
+    return numbers(*(its[x] for x in ("launch", "program", "tensor", "first", "last")))
 
 
 def _repeated(g: Geometry, accesses: np.ndarray) -> np.ndarray:

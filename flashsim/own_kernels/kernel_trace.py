@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import OptionError, TraceError, choices, own_errors, shown
+from flashsim.errors import TraceError, own_errors
 from flashsim.l2 import Dram, L2Model
 from flashsim.own_kernels.as_trace import as_trace
 from flashsim.own_kernels.check import Reference, Verdict, check
@@ -19,6 +19,7 @@ from flashsim.own_kernels.geometry import Geometry
 from flashsim.own_kernels.predictions import dram_of, roofline_of
 from flashsim.own_kernels.record import SECTOR, KernelRecord, restricted
 from flashsim.own_kernels.steps import Again, followed
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import LOAD, OPS, REDUCE, STORE
@@ -102,17 +103,10 @@ class KernelTrace:
         a = self.record.accesses
         chosen = a["active"] > 0
         if op is not None:
-            if op not in OPS[:3]:
-                raise OptionError(
-                    f"there is no operation {shown(op)}; choose from {choices(op, OPS[:3])}"
-                )
+            checks.one_of("operation", op, OPS[:3])
             chosen = chosen & (a["op"] == OPS.index(op))
         if tensor is not None:
-            if tensor not in self.tensors:
-                raise OptionError(
-                    f"there is no tensor {shown(tensor)}; choose from "
-                    f"{choices(tensor, self.tensors)}"
-                )
+            checks.one_of("tensor", tensor, self.tensors)
             chosen = chosen & (a["tensor"] == self.tensors.index(tensor))
         return chosen
 
@@ -173,11 +167,7 @@ class KernelTrace:
         """
         there = [one.kernel for one in self.record.launches]
         for name in kernels:
-            if name not in there:
-                raise OptionError(
-                    f"there is no launch of a kernel {shown(name)}; choose from "
-                    f"{choices(name, set(there))}"
-                )
+            checks.one_of("kernel", name, dict.fromkeys(there))
         kept = [n for n, name in enumerate(there) if name in kernels]
         return KernelTrace(
             restricted(self.record, kept),
@@ -271,18 +261,16 @@ class KernelTrace:
             mine, known = a[at], code >= 0
             size = self.record.tensors[code].itemsize if known else 0
             rows, cols = self.geometry.rows[at], self.geometry.cols[at]
-            table.rows.append(
-                (
-                    self.record.lines[line][1],
-                    OPS[op] if op != REDUCE else "atomic",
-                    self.tensors[code] if known else "-",
-                    len(mine),
-                    int(mine["active"].sum()) * size,
-                    int(mine["masked"].sum()) * size,
-                    int(mine["outside"].sum()) * size,
-                    int(mine["sectors"].sum()) * SECTOR,
-                    f"{rows.max()} x {cols.max()}" if known else "-",
-                )
+            table.add(
+                self.record.lines[line][1],
+                OPS[op] if op != REDUCE else "atomic",
+                self.tensors[code] if known else "-",
+                len(mine),
+                int(mine["active"].sum()) * size,
+                int(mine["masked"].sum()) * size,
+                int(mine["outside"].sum()) * size,
+                int(mine["sectors"].sum()) * SECTOR,
+                f"{rows.max()} x {cols.max()}" if known else "-",
             )
         return table
 

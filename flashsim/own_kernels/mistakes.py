@@ -97,13 +97,7 @@ def _kept(p: Problem, way: Way) -> np.ndarray:
 
 
 def _one(
-    p: Problem,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    keep: np.ndarray,
-    way: Way,
-    block: int,
+    p: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray, keep: np.ndarray, way: Way, block: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute O and L of one head as FlashAttention-2 does, by updating m, l and O at each tile."""
     s = np.where(keep, q @ k.T * (p.scale * way.factor), -np.inf)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import OptionError
 from flashsim.own_kernels.tensors import KernelTensor
+from flashsim.problem import checks
 from flashsim.schedule.names import LOAD, REDUCE
 
 ATOMIC = REDUCE
@@ -137,13 +137,8 @@ class KernelRecord:
 
     def tensor(self, name: str) -> KernelTensor:
         """Return the tensor with this name; raise OptionError if no tensor has this name."""
-        for one in self.tensors:
-            if one.name == name:
-                return one
-        raise OptionError(
-            f"there is no tensor {name!r}; choose from "
-            f"{', '.join(one.name for one in self.tensors)}"
-        )
+        tensors = {one.name: one for one in self.tensors}
+        return tensors[checks.one_of("tensor", name, tensors)]
 
     @property
     def bytes_asked(self) -> np.ndarray:

@@ -10,15 +10,7 @@ import numpy as np
 
 from flashsim.counts.work import KINDS
 from flashsim.errors import TraceError
-from flashsim.own_kernels.record import (
-    ACCESS,
-    ATOMIC,
-    SECTOR,
-    WORK,
-    Clash,
-    KernelRecord,
-    Launch,
-)
+from flashsim.own_kernels.record import ACCESS, ATOMIC, SECTOR, WORK, Clash, KernelRecord, Launch
 from flashsim.own_kernels.tensors import KernelTensor
 from flashsim.schedule.names import LOAD
 

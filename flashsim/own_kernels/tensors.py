@@ -96,9 +96,7 @@ class KernelTensor:
 
     def offsets(self, index: tuple[slice | np.ndarray | int, ...]) -> np.ndarray:
         """Return the offsets of the elements that a NumPy-like index selects, in the same shape."""
-        whole = np.zeros((1,) * len(self.shape), np.int64)
-        for axis, (n, step) in enumerate(zip(self.shape, self.strides, strict=True)):
-            side = [1] * len(self.shape)
-            side[axis] = n
-            whole = whole + (np.arange(n, dtype=np.int64) * step).reshape(side)
+        whole = np.zeros(self.shape, np.int64)
+        for along, step in zip(np.indices(self.shape, sparse=True), self.strides, strict=True):
+            whole += along * step
         return whole[index]

@@ -43,7 +43,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -145,10 +145,9 @@ class Device:
             )
         put("compute_capability", (int(version[0]), int(version[1])))
 
-    def __reduce__(
-        self,
-    ) -> tuple:  # MappingProxyType cannot be pickled, but sweeps send devices to processes
-        return _rebuild, (self.to_dict(),)
+    def __reduce__(self) -> tuple:
+        # MappingProxyType cannot be pickled, but sweeps send devices to processes.
+        return partial(Device, **self.to_dict()), ()
 
     def to_dict(self) -> dict:
         """Return all fields as plain values for JSON; `Device(**fields)` builds an equal device."""
@@ -250,10 +249,6 @@ def _peaks(field: str, peaks: Any) -> Mapping[str, float]:
         )
     check = lambda dtype, peak: checks.number(f"Device.{field}[{dtype!r}]", peak, 0.0)  # noqa: E731
     return MappingProxyType({dtype: check(dtype, peak) for dtype, peak in peaks.items()})
-
-
-def _rebuild(values: dict) -> Device:
-    return Device(**values)
 
 
 @cache

@@ -116,6 +116,16 @@ class Grid:
         """Number of column tiles."""
         return len(self.cols)
 
+    @property
+    def heights(self) -> np.ndarray:
+        """Number of rows of each row tile, int64 (T_r,)."""
+        return (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
+
+    @property
+    def widths(self) -> np.ndarray:
+        """Number of keys of each column tile, int64 (T_c,)."""
+        return (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
+
     def row_slice(self, i: int) -> slice:
         """Return the slice of the rows (`n_rows`) that belong to row tile i."""
         return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))

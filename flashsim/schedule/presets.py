@@ -9,10 +9,7 @@ from __future__ import annotations
 #: without window, softcap or paging, from `tile_size_fwd_sm90` in `hopper/tile_size.h` and from
 #: `hopper/flash_bwd_launch_template.h`.
 PRESETS: dict[str, dict[int, tuple[tuple[int, int], tuple[int, int]]]] = {
-    "fa2-forward": {
-        64: ((128, 128), (128, 128)),
-        256: ((128, 64), (128, 64)),
-    },
+    "fa2-forward": {64: ((128, 128), (128, 128)), 256: ((128, 64), (128, 64))},
     "fa2-backward": {
         64: ((128, 128), (128, 128)),
         128: ((64, 128), (64, 128)),

@@ -326,8 +326,7 @@ class Schedule(Grid):
         bands = self._bands("queries")
         if bands is not None:
             return Sums(*map(sum, zip(*(band.sums() for band in bands), strict=True)))
-        heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
-        widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
+        heights, widths = self.heights, self.widths
         if self._boxes is not None:
             return Sums(*self._boxes.sums(heights, widths))
         if self.row_spans is not None:
@@ -348,13 +347,11 @@ class Schedule(Grid):
     @cached_property
     def masked_sums(self) -> Sums:
         """Sums over the visits of MASKED tiles, which read the mask's captured arrays."""
-        heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
-        widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
         if self._boxes is not None:
-            return Sums(*self._boxes.only(MASKED).sums(heights, widths))
+            return Sums(*self._boxes.only(MASKED).sums(self.heights, self.widths))
         ptr, col, kind = self.row_csr
         row = np.repeat(np.arange(self.t_r), np.diff(ptr))[kind == MASKED]
-        of_rows, of_cols = heights[row], widths[col[kind == MASKED]]
+        of_rows, of_cols = self.heights[row], self.widths[col[kind == MASKED]]
         each = of_cols.sum(), of_rows.sum(), (of_rows * of_cols).sum()
         return Sums(len(row), *map(int, each))
 
@@ -384,11 +381,10 @@ class Schedule(Grid):
     @cached_property
     def part_sums(self) -> PartSums:
         """The sums of rows, and of rows x parts, over this schedule's row tiles (`PartSums`)."""
-        heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         several = (self.part_counts > 1) | (self.prefix_tiles > 0)
         return PartSums(
-            whole_rows=int(heights[~several].sum()),
-            part_rows=int((heights * self.part_counts)[several].sum()),
+            whole_rows=int(self.heights[~several].sum()),
+            part_rows=int((self.heights * self.part_counts)[several].sum()),
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
@@ -401,8 +397,7 @@ class Schedule(Grid):
             own, largest = np.array([pair for b in bands for pair in b.extents()], np.int64).T
             return own, largest
         by_row = self.outer == "queries"
-        own, other = (self.rows, self.cols) if by_row else (self.cols, self.rows)
-        sizes = (other[:, 1] - other[:, 0]).astype(np.int64)
+        own, sizes = (self.heights, self.widths) if by_row else (self.widths, self.heights)
         spans = self.row_spans if by_row else self.col_spans
         if spans is not None:  # only the last tile of a sequence is ragged, so the first is largest
             some = spans[:, 3] > spans[:, 0]
@@ -413,7 +408,7 @@ class Schedule(Grid):
             largest = np.zeros(len(own), np.int64)
             if some.any():
                 largest[some] = np.maximum.reduceat(sizes[inner], ptr[:-1][some])
-        return (own[:, 1] - own[:, 0]).astype(np.int64), largest
+        return own, largest
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:

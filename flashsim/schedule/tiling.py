@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -252,7 +252,7 @@ def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split
     for sides in ((*SIDES, *blocks, *own), (1, 2, 4, 8, 16, *own)):
         fitting = [
             tiling
-            for tiling in _tilings(sides)
+            for tiling in (Tiling(q, k) for q, k in product(sides, sides))
             if fewest_keys <= tiling.block_k <= most_keys
             and tiling.keeps_scales(problem)
             and tiling.footprint(problem, algorithm, direction, split) <= device.sram_bytes
@@ -273,10 +273,6 @@ def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split
             else ""
         )
     )
-
-
-def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
-    return (Tiling(q, k) for q, k in product(sides, sides))
 
 
 def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:

@@ -61,11 +61,7 @@ class DemoLayer:
             f"Attention of a real sentence encoder ({self.name}): {in_words(first.problem)}, tiles "
             f"{first.tiling}, on a simulated {first.device.name}",
             (
-                "algorithm",
-                "direction",
-                "loaded B",
-                "stored B",
-                "moved B",
+                *("algorithm", "direction", "loaded B", "stored B", "moved B"),
                 "times fewer than standard",
             ),
             note=(
@@ -79,16 +75,9 @@ class DemoLayer:
         )
         standard = {t.direction: t.bytes() for t in traces if t.algorithm == "standard"}
         for t in traces:
-            fewer = round(standard[t.direction] / t.bytes(), 2)
-            stored = t.bytes("store") + t.bytes("reduce")
-            table.rows.append(
-                (
-                    ALGORITHMS[t.algorithm].title,
-                    t.direction,
-                    *(t.bytes("load"), stored, t.bytes()),
-                    fewer,
-                )
-            )
+            name, fewer = ALGORITHMS[t.algorithm].title, standard[t.direction] / t.bytes()
+            moved = t.bytes("load"), t.bytes("store") + t.bytes("reduce"), t.bytes()
+            table.add(name, t.direction, *moved, round(fewer, 2))
         return table
 
     def agreement(self) -> Table:
@@ -99,7 +88,7 @@ class DemoLayer:
             note="standard attention differs more, because it stores the scores in HBM as float16",
         )
         for algorithm, difference in self.differences.items():
-            table.rows.append((algorithm, difference, difference < LIMIT))
+            table.add(algorithm, difference, difference < LIMIT)
         return table
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, choices, own_errors
+from flashsim.errors import OptionError, own_errors
 from flashsim.l2 import L2Model, dram
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -129,24 +129,17 @@ class Roofline(report.Tabled):
 
     def __getitem__(self, count: str) -> Point:
         """Return the roofline point whose bytes were counted in the way `count`."""
-        for point in self.points:
-            if point.count == count:
-                return point
-        raise OptionError(
-            f"the roofline has no point {count!r}; choose from "
-            f"{choices(count, [p.count for p in self.points])}"
-        )
+        points = {point.count: point for point in self.points}
+        return points[checks.one_of("roofline point", count, points)]
 
     def table(self) -> report.Table:
         """Return a table with one row per roofline point."""
-        first = self.points[0]
+        device = self.points[0].device
+        peak = device.peak(self.points[0].dtype)
+        l2 = f"{device.l2_bandwidth / 1e9:,.0f} GB/s" if device.l2_bandwidth else "?"
         table = report.Table(
-            f"{in_words(self.problem)} on {first.device.name}: "
-            f"{first.device.peak(first.dtype) / 1e12:,.1f} "
-            f"TFLOP/s, HBM {first.device.hbm_bandwidth / 1e9:,.0f} GB/s, L2 "
-            + (
-                f"{first.device.l2_bandwidth / 1e9:,.0f} GB/s" if first.device.l2_bandwidth else "?"
-            ),
+            f"{in_words(self.problem)} on {device.name}: {peak / 1e12:,.1f} TFLOP/s, HBM "
+            f"{device.hbm_bandwidth / 1e9:,.0f} GB/s, L2 {l2}",
             (
                 *("algorithm", "direction", "count", "matmul FLOPs", "B", "FLOP/B", "ridge"),
                 *("attainable TFLOP/s", "bound", "achieved TFLOP/s", "% of peak", "least J"),
@@ -157,15 +150,12 @@ class Roofline(report.Tabled):
             "empty if the device's energy was not measured",
         )
         tera = lambda x: None if x is None else x / 1e12  # noqa: E731
-        peak = first.device.peak(first.dtype)
         share = lambda x: None if x is None else 100 * x / peak  # noqa: E731
         for p in self.points:
-            table.rows.append(
-                (
-                    *(p.algorithm, p.direction, p.count, p.flops, p.bytes, p.intensity, p.ridge),
-                    *(tera(p.attainable), p.bound, tera(p.achieved), share(p.achieved)),
-                    p.joules,
-                )
+            table.add(
+                *(p.algorithm, p.direction, p.count, p.flops, p.bytes, p.intensity, p.ridge),
+                *(tera(p.attainable), p.bound, tera(p.achieved), share(p.achieved)),
+                p.joules,
             )
         return table
 
@@ -198,7 +188,6 @@ def roofline(
     UnsupportedError
         If there are too many requests for the L2 model.
     """
-    checks.instance("counted", counted, Traffic, "Traffic, from flashsim.count")
     for name, value in (("seconds", seconds), ("measured_bytes", measured_bytes)):
         if value is not None and not checks.number(name, value) > 0:
             raise OptionError(f"{name} must be positive, got {value!r}")
@@ -259,7 +248,7 @@ def ridge_points(device: Device | str) -> report.Table:
     for dtype in dict.fromkeys((*device.tensor_flops, *device.cuda_flops)):
         peak = device.peak(dtype)
         l2 = peak / device.l2_bandwidth if device.l2_bandwidth else None
-        table.rows.append((dtype, peak / 1e12, device.ridge(dtype), l2))
+        table.add(dtype, peak / 1e12, device.ridge(dtype), l2)
     return table
 
 

@@ -108,9 +108,16 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     return given if given.dtype == torch.int32 else given.to(torch.int32)
 
 
-class _Question(NamedTuple):
-    """The options of a decoding call; `left` and `right` are the limits of the sliding window."""
+class _DecodeCall(NamedTuple):
+    """The arguments of ``flashsim::decode``; `left` and `right` limit the sliding window."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor | None
+    table: Tensor | None
+    starts: Tensor | None
+    entries: Tensor | None
     causal: bool
     left: int
     right: int
@@ -130,16 +137,8 @@ _DECODERS: dict[tuple[Any, ...], Any] = {}
 _MOST = 1024
 
 
-def _on_gpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    starts: Tensor | None,
-    entries: Tensor | None,
-    *asked: Any,
-) -> tuple[Tensor, Tensor]:
+def _on_gpu(*given: Any) -> tuple[Tensor, Tensor]:
+    (q, k, v, lengths, table, starts, entries), asked = given[:7], given[7:]
     pages = None if table is None else (table.shape, table.stride(), table.dtype, table.device)
     key = (
         *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
@@ -148,7 +147,7 @@ def _on_gpu(
     try:
         call = _DECODERS[key]
     except KeyError:
-        problem = _problem(q, k, v, table, starts, entries, _Question(*asked))
+        problem = _problem(_DecodeCall(*given))
         call, widest = None, max(problem.head_dim, problem.head_dim_v)
         if problem.dtype in ("float16", "bfloat16") and widest <= 256:
             import flashsim.backends.cupy_gpu.engine as cupy_engine
@@ -159,20 +158,13 @@ def _on_gpu(
             _DECODERS.clear()
         _DECODERS[key] = call
     if call is None:
-        return _written_out(q, k, v, lengths, table, starts, entries, *asked)
+        return _written_out(*given)
     return call(q, k, v, lengths, table, starts, entries)
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    starts: Tensor | None,
-    entries: Tensor | None,
-    asked: _Question,
-) -> Problem:
+def _problem(call: _DecodeCall) -> Problem:
     """Check shapes and types, and return a `Problem` that assumes that all cached keys are live."""
+    q, k, v, table = call.q, call.k, call.v, call.table
     found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
         raise ShapeError(
@@ -189,7 +181,7 @@ def _problem(
     batch, heads, n_q, d = q.shape
     n_kv = k.shape[2]
     if table is not None:
-        if starts is not None or entries is not None:
+        if call.starts is not None or call.entries is not None:
             raise UnsupportedError(
                 "with block_table=, each sequence's keys begin in its first page; leave out "
                 "cache_starts= and cache_batch_idx="
@@ -205,7 +197,7 @@ def _problem(
                 "block_table.to(q.device).contiguous()"
             )
         n_kv *= table.shape[1]
-    elif entries is None and k.shape[0] < batch:
+    elif call.entries is None and k.shape[0] < batch:
         raise ShapeError(
             f"the caches must have an entry for each of the {batch} sequences, or "
             f"cache_batch_idx= must select the entries, got {found}"
@@ -220,25 +212,16 @@ def _problem(
         heads=heads,
         kv_heads=k.shape[1],
         dtype=name_of(q.dtype),
-        causal=bool(asked.causal) and n_q > 1,
-        window=None if asked.left < 0 and asked.right < 0 else (asked.left, asked.right),
-        softcap=asked.softcap,
-        scale=asked.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
+        causal=bool(call.causal) and n_q > 1,
+        window=None if call.left < 0 and call.right < 0 else (call.left, call.right),
+        softcap=call.softcap,
+        scale=call.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
     )
 
 
-def _written_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    starts: Tensor | None,
-    entries: Tensor | None,
-    *asked: Any,
-) -> tuple[Tensor, Tensor]:
+def _written_out(*given: Any) -> tuple[Tensor, Tensor]:
     """Decode with torch's own operators in float32 or wider, without waiting for the GPU."""
-    causal, left, right, softcap, scale, _ = asked
+    q, k, v, lengths, table, starts, entries, causal, left, right, softcap, scale, _ = given
     batch, heads, n_q, d = q.shape
     if table is not None:
         pages = table.long().clamp(0, k.shape[0] - 1)
@@ -272,19 +255,11 @@ def _written_out(
     return out.view(*shape, -1).to(q.dtype), lse.reshape(shape)
 
 
-def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    starts: Tensor | None,
-    entries: Tensor | None,
-    *asked: Any,
-) -> tuple[Tensor, Tensor]:
+def _packed(*given: Any) -> tuple[Tensor, Tensor]:
     """Decode on any engine, after copying the live keys of all sequences into one packed array."""
-    question = _Question(*asked)
-    problem = _problem(q, k, v, table, starts, entries, question)
+    call = _DecodeCall(*given)
+    q, k, v, lengths, table, starts, entries, *_ = call
+    problem = _problem(call)
     n, batch, n_q = problem.n_kv, q.shape[0], q.shape[2]
     stops = [n] * batch if lengths is None else lengths.clamp(0, n).tolist()
     begins = [0] * batch if starts is None else starts.clamp_min(0).tolist()
@@ -305,8 +280,8 @@ def _packed(
         *(readable(x) for x in (rows_of_q, torch.cat(keys, 1)[None], torch.cat(values, 1)[None])),
         causal=problem.causal,
         window=problem.window,
-        softcap=question.softcap,
-        scale=question.scale,
+        softcap=call.softcap,
+        scale=call.scale,
         cu_seqlens_q=tuple(range(0, batch * n_q + 1, n_q)),
         cu_seqlens_k=cu_k,
         backend="cupy" if q.is_cuda else "numba",

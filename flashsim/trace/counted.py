@@ -54,9 +54,7 @@ def counted(traffic: Traffic) -> Trace:
 
 def stage_trace(stage: plans.Stage, schedule: Schedule, device: Device) -> StageTrace:
     """Return the trace of one stage: all transfers for every tile that the schedule lists."""
-    heights, widths = (
-        np.diff(table[:, :2])[:, 0].astype(np.int64) for table in (schedule.rows, schedule.cols)
-    )
+    heights, widths = schedule.heights, schedule.widths
     if stage.whole_rows:
         return assemble_rows(stage, schedule, heights, strip_rows(stage, schedule, device))
     by_row = stage.outer == "queries"

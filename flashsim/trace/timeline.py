@@ -50,7 +50,7 @@ def rows(trace: Recording, spans: np.ndarray) -> Rows:
     keys_outside = np.array([stage.stage.outer == "keys" for stage in trace.stages])
     stage = spans["stage"].astype(np.int64)
     outer = np.where(keys_outside[stage], spans["j"], spans["i"])
-    block = _numbers(stage, spans["sm"], spans["head"] // stride[stage], outer)
+    block = numbers(stage, spans["sm"], spans["head"] // stride[stage], outer)
     starts, _ = _extents(spans, block)
     by_start = np.argsort(starts, kind="stable")
     rank = np.empty_like(by_start)
@@ -58,16 +58,16 @@ def rows(trace: Recording, spans: np.ndarray) -> Rows:
     block = rank[block]
     # A persistent kernel's producer begins the next work tile while its consumers finish this one.
     # So two blocks count as being on an SM at the same time only if spans of one role overlap.
-    part = _numbers(block, spans["role"])
+    part = numbers(block, spans["role"])
     _, first = np.unique(part, return_index=True)
-    sm_and_role = _numbers(spans["sm"], spans["role"])[first]
+    sm_and_role = numbers(spans["sm"], spans["role"])[first]
     slots = _greedy(sm_and_role, *_extents(spans, part))
     slot = slots[part]
 
     # Within a block's slot and a role, a visit is drawn on the first row that is free.
-    visit = _numbers(part, spans["head"], spans["visit"])
+    visit = numbers(part, spans["head"], spans["visit"])
     _, first = np.unique(visit, return_index=True)
-    owner = _numbers(sm_and_role[part], slot)[first]
+    owner = numbers(sm_and_role[part], slot)[first]
     layer = _greedy(owner, *_extents(spans, visit))[visit]
 
     roles = np.unique(spans["role"])
@@ -91,10 +91,15 @@ def _name(block_name: str, role: str, layer: int) -> str:
     return ", ".join(word for word in words if word) or "visits"
 
 
-def _numbers(*columns: np.ndarray) -> np.ndarray:
+def numbers(*columns: np.ndarray) -> np.ndarray:
     """Return one number per row of the stacked columns; equal rows get equal numbers."""
-    _, number = np.unique(np.stack(columns, axis=1).astype(np.int64), axis=0, return_inverse=True)
-    return number.reshape(-1)
+    order = np.lexsort(columns[::-1])
+    new = np.zeros(len(order), bool)
+    for column in columns:
+        new[1:] |= np.diff(column[order]) != 0
+    found = np.empty(len(order), np.int64)
+    found[order] = np.cumsum(new)
+    return found
 
 
 def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

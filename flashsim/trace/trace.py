@@ -6,6 +6,7 @@ repetitions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,15 +16,7 @@ import numpy as np
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS, on_chip_bytes, stage_work, total_flops
-from flashsim.errors import (
-    DTypeError,
-    OptionError,
-    TraceError,
-    UnsupportedError,
-    choices,
-    own_errors,
-    shown,
-)
+from flashsim.errors import DTypeError, TraceError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
@@ -75,20 +68,15 @@ class Trace(Recording, questions.Answers):
 
     def stage(self, name: str) -> StageTrace:
         """Return the trace of the stage with this name."""
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise OptionError(
-            f"there is no stage {shown(name)}; choose from "
-            f"{choices(name, [s.name for s in self.stages])}"
-        )
+        stages = {stage.name: stage for stage in reversed(self.stages)}
+        return stages[checks.one_of("stage", name, [s.name for s in self.stages])]
 
     # -- totals ---------------------------------------------------------------------------------
 
     @cached_property
     def transfers(self) -> dict[tuple[str, str, str], int]:
         """The requested bytes over all heads, as ``{(stage, op, tensor): bytes}``."""
-        result: dict[tuple[str, str, str], int] = {}
+        result: Counter[tuple[str, str, str]] = Counter()
         names = self.tensors
         for stage in self.stages:
             events = stage.events
@@ -99,9 +87,8 @@ class Trace(Recording, questions.Answers):
             np.add.at(sums, inverse, events["bytes"][moving])
             for key, total in zip(groups.tolist(), sums.tolist(), strict=True):
                 op, tensor = divmod(key, len(names))
-                label = (stage.name, OPS[op], names[tensor])
-                result[label] = result.get(label, 0) + total * stage.repeat
-        return result
+                result[stage.name, OPS[op], names[tensor]] += total * stage.repeat
+        return dict(result)
 
     def compulsory(self) -> int:
         """Return the bytes that any algorithm must move: each input and each output once."""
@@ -156,27 +143,22 @@ class Trace(Recording, questions.Answers):
     @cached_property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
         """The FLOPs by kind and the on-chip bytes, computed from the executed visits and steps."""
-        flops: dict[str, int] = {}
-        chip: dict[str, int] = {}
+        flops: Counter[str] = Counter()
+        chip: Counter[str] = Counter()
         for stage in self.stages:
             if stage.costs is not None:
-                sums = (stage.costs.sum(axis=0) * stage.repeat).tolist()
-                for total, names in ((flops, KINDS), (chip, ("read", "write"))):
-                    for name in names:
-                        total[name] = total.get(name, 0) + sums.pop(0)
+                *of_kinds, read, write = (stage.costs.sum(axis=0) * stage.repeat).tolist()
+                flops.update(dict(zip(KINDS, of_kinds, strict=True)))
+                chip.update(read=read, write=write)
                 continue
             work = stage_work(self.problem, self.algorithm, self.direction, stage.name)
             done = stage.events[stage.events["op"] == COMPUTE]
             visited = done[done["visit"] >= 0]
             outer = done[done["visit"] < 0]
             for ops, tiles in ((work.visit, visited), (work.outer, outer)):
-                extent = stage.extent(tiles)
-                for total, part in (
-                    (flops, total_flops(ops, *extent)),
-                    (chip, on_chip_bytes(ops, stage.stage, *extent)),
-                ):
-                    for key, value in part.items():
-                        total[key] = total.get(key, 0) + value * stage.repeat
+                extent = [stage.repeat * n for n in stage.extent(tiles)]
+                flops.update(total_flops(ops, *extent))
+                chip.update(on_chip_bytes(ops, stage.stage, *extent))
         return flops, chip
 
     # -- SRAM -----------------------------------------------------------------------------------

@@ -22,22 +22,10 @@ from flashsim.triton.narrow_floats import exact_dtype
 START, REGION = 1 << 60, 1 << 40
 #: Element types: the name in NumPy, ml_dtypes and torch, and the name in Triton.
 _TYPES = {
-    "float64": "float64",
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8e4nv",
-    "float8_e5m2": "float8e5",
-    "float8_e4m3fnuz": "float8e4b8",
-    "float8_e5m2fnuz": "float8e5b16",
-    "int64": "int64",
-    "int32": "int32",
-    "int16": "int16",
-    "int8": "int8",
-    "uint64": "uint64",
-    "uint32": "uint32",
-    "uint16": "uint16",
-    "uint8": "uint8",
+    **{name: name for name in ("float64", "float32", "float16", "bfloat16")},
+    **{"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"},
+    **{"float8_e4m3fnuz": "float8e4b8", "float8_e5m2fnuz": "float8e5b16"},
+    **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (64, 32, 16, 8)},
     "bool": "int1",
 }
 

@@ -96,7 +96,11 @@ class Interpreter:
         saved = [(obj, dict(vars(obj))) for obj in self._language()]
         try:
             with ExitStack() as self._hooks:
-                self._put(at.interpreter.GridExecutor, "__call__", _launching(self))
+                self._put(
+                    at.interpreter.GridExecutor,
+                    "__call__",
+                    lambda executor, *a, **k: self.launch(executor, a, k),
+                )
                 self._put(at.interpreter, "_patch_lang", self._patching(at.interpreter._patch_lang))
                 self._put(
                     at.interpreter, "_get_np_dtype", remembering(at.interpreter._get_np_dtype)
@@ -497,10 +501,3 @@ def _restore(obj: Any, before: Mapping[str, Any]) -> None:
     for name, value in before.items():
         if name not in vars(obj):
             setattr(obj, name, value)
-
-
-def _launching(machine: Interpreter) -> Callable[..., None]:
-    def call(executor: Any, *args: Any, **kwargs: Any) -> None:
-        machine.launch(executor, args, kwargs)
-
-    return call

@@ -207,7 +207,7 @@ def test_tables_of_ranks_and_of_steps():
         account.rows_to_hide(1e12, "NVLink 4")
     with pytest.raises(OptionError, match="rank must be from 0 to 3, got 4"):
         striped.rank_table(4)
-    with pytest.raises(OptionError, match="no rank sends a tensor named 'dK'; choose from K, V"):
+    with pytest.raises(OptionError, match="unknown tensor 'dK'; choose from K, V"):
         striped.link_bytes("dK")
 
 
@@ -241,7 +241,7 @@ def test_tables_of_ranks_and_of_steps():
         (Problem(32, 64), {"ranks": 4}, ShapeError, "n_q=32, n_kv=64"),
         (Problem(32, window=(4, 0)), {"ranks": 4}, UnsupportedError, "got window"),
         (Problem(32, bias=(1, 1)), {"ranks": 4}, UnsupportedError, "got bias"),
-        ("problem", {"ranks": 4}, DTypeError, "must be a flashsim.Problem, got str"),
+        ("problem", {"ranks": 4}, DTypeError, "problem must be Problem, got 'problem'"),
         (Problem(2**40), {"ranks": 2**20}, UnsupportedError, "at most 4,096"),
     ],
 )  # fmt: skip

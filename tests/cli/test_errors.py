@@ -75,7 +75,7 @@ REFUSED = [
         "study calibrate --device T4",
         "--device names the GPU on which the table --units was measured",
     ),
-    ("predict -a standard --splits 2", "splits=2 applies only to FlashAttention"),
+    ("predict -a standard --splits 2", "splits=2 cannot be used: the time of standard attention"),
     ("study dram -n 8 --l2-sizes 1,nan", "--l2-sizes must be finite and at least 0"),
     ("study dram -n 8 --l2-sizes inf", "--l2-sizes must be finite and at least 0"),
     ("study calibrate --units HERE", "is not a table of units (lines of name, value and"),

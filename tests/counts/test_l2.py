@@ -171,7 +171,7 @@ def test_bad_questions_are_refused():
     counted = flashsim.count(Problem(64, head_dim=8), level="dram")
     with pytest.raises(OptionError, match="choose from read, write, pending"):
         counted.bytes("load")
-    with pytest.raises(OptionError, match="no stage 'backward'"):
+    with pytest.raises(OptionError, match="unknown stage 'backward'"):
         counted.bytes("read", stage="backward")
     with pytest.raises(OptionError, match="choose from requested, dram"):
         flashsim.count(Problem(64, head_dim=8), level="l2")

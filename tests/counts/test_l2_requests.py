@@ -171,9 +171,9 @@ def test_jitter_is_a_share_of_the_time_of_a_visit():
     where = stage, traffic.schedule(stage)
     seconds = 4 * 64 * 64 * 64 / (device.tensor_flops["bfloat16"] / (132 * 2))  # of a visit
     model = l2.L2Model(jitter=0.25 * seconds, blocks_per_sm=2)
-    assert model.jitter_share(*where, device, "flash2", "forward") == pytest.approx(0.25)
+    assert model.shares(*where, device, "flash2", "forward")[0] == pytest.approx(0.25)
     unknown = small_device(1 << 20)
-    assert model.jitter_share(*where, unknown, "flash2", "forward") == 0
+    assert model.shares(*where, unknown, "flash2", "forward") == (0, 0)
     orders = {}
     for jitter in (0, 0.25 * seconds):
         tiles, (part,) = streams(traffic, l2.L2Model(jitter=jitter, blocks_per_sm=2))

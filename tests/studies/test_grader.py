@@ -18,7 +18,7 @@ from flashsim.engines.sandbox.program import record, replay
 from flashsim.engines.sandbox.recorder import Handed, Order
 from flashsim.exercises import get, grade, grading, names, submissions
 from flashsim.exercises.exercise import KINDS
-from flashsim.exercises.runner import Limits, plain, run
+from flashsim.exercises.runner import plain, run
 
 pytestmark = pytest.mark.promise("grading cannot be cheated")
 
@@ -30,7 +30,7 @@ HEADER = "# flashsim exercise: flash2-forward\n"
 def up():
     """The walls that this system has, as a process behind them says."""
     order = Order("ANSWERS = {}", "x.py", None, 10, 100)
-    ended = run([sys.executable, "-P", "-m", recorder.__name__], pickle.dumps(order), Limits())
+    ended = run([sys.executable, "-P", "-m", recorder.__name__], pickle.dumps(order))
     return json.loads(ended.result.splitlines()[0])["walls"]
 
 
@@ -150,7 +150,7 @@ def test_a_process_and_all_that_it_started_are_ended(tmp_path):
     code += "while True:\n    try: open('pid').read() and sys.exit()\n"
     code += "    except OSError: time.sleep(0.1)"
     code = f"import os\nos.chdir({str(tmp_path)!r})\n{code}"
-    ended = run([sys.executable, "-c", code], b"", Limits(30))
+    ended = run([sys.executable, "-c", code], b"", 30)
     assert (ended.status, ended.why) == (0, "")
     pid = int((tmp_path / "pid").read_text())
     time.sleep(0.1)
@@ -161,7 +161,7 @@ def test_a_process_and_all_that_it_started_are_ended(tmp_path):
 def test_a_process_gets_no_secrets(monkeypatch):
     monkeypatch.setenv("TOKEN", "x")
     code = "import os; print(os.environ.get('TOKEN'), os.environ['OMP_NUM_THREADS'], flush=True)"
-    assert run([sys.executable, "-c", code], b"", Limits(30)).result == b"None 1\n"
+    assert run([sys.executable, "-c", code], b"", 30).result == b"None 1\n"
 
 
 def test_text_that_can_be_shown():

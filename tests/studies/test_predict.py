@@ -305,7 +305,7 @@ def test_a_device_with_little_bandwidth_is_bound_by_it():
         (
             {"algorithm": "standard", "kernels": "hopper"},
             OptionError,
-            "applies only to FlashAtt",
+            "cannot be used: the time of standard attention",
         ),
         ({"direction": "sideways"}, OptionError, "unknown direction"),
         ({"device": "A100", "kernels": "hopper"}, UnsupportedError, "compute capability 9.0"),

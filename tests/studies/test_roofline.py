@@ -112,5 +112,5 @@ def test_a_dtype_without_a_peak_is_refused():
 
 
 def test_a_point_that_does_not_exist_is_refused():
-    with pytest.raises(OptionError, match="no point 'measured'"):
+    with pytest.raises(OptionError, match="unknown roofline point 'measured'"):
         roofline(counted())["measured"]

@@ -70,7 +70,7 @@ def test_a_tile_rescales_what_was_there():
 
 
 def test_sizes_that_are_not_read_are_refused():
-    with pytest.raises(OptionError, match="queries 0 to 31"):
+    with pytest.raises(OptionError, match="row must be from 0 to 31"):
         walkthrough.tiles(row=32)
     with pytest.raises(OptionError, match="at most 4096"):
         walkthrough.tiles(5000)

@@ -263,7 +263,7 @@ def test_main_stage_has_the_most_visits():
     [
         (lambda t: t.bytes("lode"), "unknown operation 'lode'; choose from load, store, reduce"),
         (lambda t: t.by_tile(tensor="k"), "unknown tensor 'k'"),
-        (lambda t: t.stage("fwd"), "no stage 'fwd'; choose from forward"),
+        (lambda t: t.stage("fwd"), "unknown stage 'fwd'; choose from forward"),
         (lambda t: t.flops("mul"), "unknown kind of FLOP 'mul'"),
     ],
 )

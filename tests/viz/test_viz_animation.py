@@ -339,8 +339,8 @@ def test_errors(tmp_path):
         viz.animate(cases.trace(), tmp_path / "walk.gif", clock="time")
     with pytest.raises(OptionError, match="at most two traces, got 3"):
         viz.animate([cases.trace()] * 3, tmp_path / "walk.gif")
-    with pytest.raises(OptionError, match="fps= and max_frames= must be positive"):
-        viz.animate(cases.trace(), tmp_path / "walk.gif", fps=0)
-    for fps in (1e-3, float("inf")):
+    with pytest.raises(OptionError, match="max_frames= must be positive, got 0"):
+        viz.animate(cases.trace(), tmp_path / "walk.gif", max_frames=0)
+    for fps in (0, 1e-3, float("inf")):
         with pytest.raises(OptionError, match=r"fps= must be from 0.01 to 1,000"):
             viz.animate(cases.trace(), tmp_path / "walk.gif", fps=fps)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, own_errors, shown
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError, own_errors
 from flashsim.problem import checks
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
@@ -102,8 +102,7 @@ def row_statistics(
         )
     schedule = trace.schedule
     for name, value, stop in (("row", row or 0, p.n_q), ("head", head, p.batch * p.heads)):
-        if not 0 <= value < stop:
-            raise OptionError(f"{name} must be from 0 to {stop - 1}, got {shown(value)}")
+        checks.place(name, value, stop)
     queries = _rows("q", q, p.batch * p.heads, p.n_q, p.head_dim)[head]
     keys = _rows("k", k, p.batch * p.kv_heads, p.n_kv, p.head_dim)[head // p.group]
     walk, middle = Steps(trace), schedule.t_r // 2

@@ -88,10 +88,8 @@ def animate(
         If the format is .mp4 and ffmpeg is not installed.
     """
     path = check_format(path)
-    if not fps > 0 or max_frames < 1:
-        raise OptionError(
-            f"fps= and max_frames= must be positive, got fps={fps!r} and max_frames={max_frames!r}"
-        )
+    if max_frames < 1:
+        raise OptionError(f"max_frames= must be positive, got {max_frames!r}")
     check_fps(fps)
     film = Film(data, statistics=statistics, clock=clock, theme=theme, max_frames=max_frames)
     return written(film, path, fps)

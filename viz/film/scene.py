@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
-from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from flashsim.schedule.names import LOAD, TRANSFERS
@@ -112,7 +111,9 @@ class Scene:
         self._build_edges()
         moving = np.isin(walk.events["op"], TRANSFERS)
         most = int(np.add.reduceat(moving, walk.starts).max())
-        self.lines = [self._line() for _ in range(most)]
+        look: dict[str, Any] = {"lw": 2.4, "zorder": 5, "solid_capstyle": "butt"}
+        self.lines = [ax.plot([], [], **look)[0] for _ in range(most)]
+        self.artists += self.lines
         self.tiles = [self._rectangle(6, 1.2) for _ in range(most)]
         self.current = self._rectangle(7, 2.6)
         self.current.set(fill=False, edgecolor=theme.accent)
@@ -134,24 +135,13 @@ class Scene:
         self.strips: dict[str, _Strip] = {}
         for side, names in around.items():
             for n, name in enumerate(names):
-                # Its box, and where and how its name stands.
-                box, (tx, ty, ha, va) = {
-                    "left": (
-                        (x - (n + 1) * out, y, _STRIP, h), (_STRIP / 2, h + 0.012, "center", "top"),
-                    ),
-                    "right": (
-                        (x + w + _GAP + n * out, y, _STRIP, h),
-                        (_STRIP / 2, -0.012, "center", "bottom"),
-                    ),
-                    "top": (
-                        (x, y - (n + 1) * out, w, _STRIP),
-                        (-0.012, _STRIP / 2, "right", "center"),
-                    ),
-                    "bottom": (
-                        (x, y + h + _GAP + n * out, w, _STRIP),
-                        (w + 0.012, _STRIP / 2, "left", "center"),
-                    ),
-                }[side]  # fmt: skip
+                before, after, half = (n + 1) * out, _GAP + n * out, _STRIP / 2
+                box, (tx, ty, ha, va) = {  # its box, and where and how its name stands
+                    "left": ((x - before, y, _STRIP, h), (half, h + 0.012, "center", "top")),
+                    "right": ((x + w + after, y, _STRIP, h), (half, -0.012, "center", "bottom")),
+                    "top": ((x, y - before, w, _STRIP), (-0.012, half, "right", "center")),
+                    "bottom": ((x, y + h + after, w, _STRIP), (w + 0.012, half, "left", "center")),
+                }[side]
                 word = SYMBOLS.get(name, name)
                 upright = len(word) > 3 and name not in self.key_side  # wider than its strip
                 self.ax.text(
@@ -169,11 +159,6 @@ class Scene:
     def mosaics(self) -> list[Mosaic]:
         """The pixel grids of the score tiles and the strips, drawn before all other artists."""
         return [self.grid, *(strip.mosaic for strip in self.strips.values())]
-
-    def _line(self) -> Line2D:
-        (line,) = self.ax.plot([], [], lw=2.4, zorder=5, solid_capstyle="butt")
-        self.artists.append(line)
-        return line
 
     def _rectangle(self, zorder: int, width: float) -> Rectangle:
         patch = Rectangle(_HIDDEN, 0, 0, lw=width, edgecolor=self.theme.text, zorder=zorder)

@@ -59,16 +59,9 @@ class Symbols(Problem):
     def __init__(self, dtype: str, sequence: tuple[Any, Any]) -> None:
         size = {name: Polynomial.named(name) for name in SIZES}
         fixed = {name: field.default for name, field in Problem.__dataclass_fields__.items()}
-        mine = {
-            "n_q": size["n_q"],
-            "n_kv": size["n_kv"],
-            "head_dim": size["d"],
-            "head_dim_v": size["d"],
-            "batch": size["batch"],
-            "heads": size["kv_heads"] * size["group"],
-            "kv_heads": size["kv_heads"],
-            "dtype": dtype,
-        }
+        mine: dict[str, Any] = {name: size[name] for name in ("n_q", "n_kv", "batch", "kv_heads")}
+        mine |= dict.fromkeys(("head_dim", "head_dim_v"), size["d"])
+        mine |= {"heads": size["kv_heads"] * size["group"], "dtype": dtype}
         for name, value in {**fixed, **mine}.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "one", Segment(0, sequence[0], 0, sequence[1]))
@@ -191,6 +184,9 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
     forms, walk = Forms(counted.problem), counted.walk
     table = forms.forward if counted.direction == "forward" else forms.backward
     moved = {key: size for key, size in table(counted.algorithm, stage.name, walk).items() if size}
+    # Whether an iteration of the outer loop reads what an earlier iteration stored.
+    visited = {(move.op, move.tensor) for move in stage.visit}
+    serial = any(op == "store" and ("load", tensor) in visited for op, tensor in visited)
 
     def buffer(b: Buffer) -> dict[str, Any]:
         sizes = {"row": b.per_row, "col": b.per_col, "score": b.per_score}
@@ -203,21 +199,13 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
         "once": stage.once,
         "parts": stage.parts,
         "walks": put(plans.heads_of(stage, counted.problem)[0]),
-        "serial": _serial(stage),
+        "serial": serial,
         "buffers": [buffer(b) for b in stage.buffers],
         "strip": [buffer(move.tile) for move in stage.visit if move.holds],
-        "before": _words(stage.before),
-        "visit": _words(stage.visit),
-        "after": _words(stage.after),
+        **{when: _words(getattr(stage, when)) for when in ("before", "visit", "after")},
         "moves": [[op, tensor, put(size)] for (op, tensor), size in moved.items()],
         "bytes": put(sum(moved.values(), Polynomial({}))),
     }
-
-
-def _serial(stage: Stage) -> bool:
-    """Return whether an iteration of the outer loop reads what an earlier iteration stored."""
-    loaded = {move.tensor for move in stage.visit if move.op == "load"}
-    return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
 
 
 def _words(moves: Iterable[Move]) -> list[list[str]]:

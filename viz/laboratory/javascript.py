@@ -60,16 +60,11 @@ def _function(node: ast.stmt, kind: str = "function ") -> str:
         raise _unknown(node)
     names = [x.arg for x in node.args.args]
     kind = "" if names[:1] == ["self"] and kind == "function " else kind
-    body = [x for x in node.body if not _says(x)]
+    body = node.body[ast.get_docstring(node) is not None :]
     local = sorted({name for x in ast.walk(node) for name in _assigned(x)} - set(names))
     declared = f"let {', '.join(local)};\n" if local else ""
     names = [name for name in names if name != "self"]
     return f"{kind}{node.name}({', '.join(names)}) {{\n{declared}{_block(body)}}}"
-
-
-def _says(node: ast.stmt) -> bool:
-    """Return whether a statement is a docstring."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _assigned(node: ast.AST) -> list[str]:
@@ -113,7 +108,9 @@ def _value(node: ast.expr) -> str:
         case ast.Subscript(value=value, slice=index):
             return f"{_value(value)}[{_value(index)}]"
         case ast.Tuple(elts=parts) | ast.List(elts=parts):
-            return f"[{', '.join(_item(x) for x in parts)}]"
+            return f"[{', '.join(map(_value, parts))}]"
+        case ast.Starred(value=value):
+            return f"...{_value(value)}"
         case ast.Set(elts=parts):
             return f"[...new Set([{', '.join(map(_value, parts))}])]"
         case ast.UnaryOp(op=ast.USub(), operand=value):
@@ -149,10 +146,6 @@ def _value(node: ast.expr) -> str:
         ):
             return f"{name}({', '.join(map(_value, given))})"
     raise _unknown(node)
-
-
-def _item(node: ast.expr) -> str:
-    return f"...{_value(node.value)}" if isinstance(node, ast.Starred) else _value(node)
 
 
 def _unknown(node: ast.AST) -> UnsupportedError:

@@ -59,7 +59,15 @@ class Polynomial:
     def __floordiv__(self, other: Operand) -> Polynomial:
         """Divide this polynomial by one term, which must divide each of the polynomial's terms."""
         ((divisor, n),) = Polynomial.of(other).terms.items()
-        return Polynomial({_without(term, divisor): _whole(m, n) for term, m in self.terms.items()})
+        terms: dict[Term, int] = {}
+        for term, m in self.terms.items():
+            left = list(term)
+            for name in divisor:
+                left.remove(name)  # ValueError: it does not divide
+            if m % n:
+                raise ValueError(f"the divisor {n} must divide {m} without a remainder")
+            terms[tuple(left)] = m // n
+        return Polynomial(terms)
 
     def __bool__(self) -> bool:
         return bool(self.terms)
@@ -80,16 +88,3 @@ class Polynomial:
 def names(polynomials: Iterable[Polynomial]) -> list[str]:
     """Return the names that occur in these polynomials, in alphabetical order."""
     return sorted({name for p in polynomials for term in p.terms for name in term})
-
-
-def _without(term: Term, divisor: Term) -> Term:
-    left = list(term)
-    for name in divisor:
-        left.remove(name)  # ValueError: it does not divide
-    return tuple(left)
-
-
-def _whole(n: int, divisor: int) -> int:
-    if n % divisor:
-        raise ValueError(f"the divisor {divisor} must divide {n} without a remainder")
-    return n // divisor

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from flashsim.errors import OptionError, shown
+from flashsim.problem import checks
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import heading, human, series_style, themed
@@ -38,10 +38,8 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     """
     sources.made_by("flashsim.blocks.sizes", data, "found")
     stages = list(dict.fromkeys(b.stage for b in data.found))
-    stage = stages[0] if stage is None else stage
+    stage = stages[0] if stage is None else checks.one_of("stage", stage, stages)
     blocks = [b for b in data.found if b.stage == stage]
-    if not blocks:
-        raise OptionError(f"there is no stage {shown(stage)}; choose from {', '.join(stages)}")
     series: dict[str, tuple[list[float], Any]] = {
         "visits": ([b.visits for b in blocks], lambda x: f"{x:,}"),
         "requested bytes": ([b.bytes for b in blocks], human),

@@ -14,7 +14,6 @@ from flashsim.problem import checks
 from flashsim.trace import timeline
 from flashsim.trace.events import PHASES
 from flashsim.trace.timeline import Rows
-from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.palette import color as tensor_color
@@ -104,15 +103,9 @@ def gpu_timeline(
     ax.set(xlabel="time, µs", ylabel="SM")
     _ticks(ax, busy, placed, color)
     many = "one SM" if len(busy) == 1 else f"{len(busy)} SMs"
-    heading(
-        ax, theme, f"{sources.title(trace.algorithm)}, stage {part.name}: {many}", _about(trace)
-    )
-
-
-def _about(trace: Trace) -> str:
-    kernel, gpu = trace.provenance.get("kernel", ""), trace.provenance.get("gpu", "")
-    where = f"{kernel} on {gpu}" if gpu else kernel
-    return f"{sources.common([trace])}; {where}"
+    where = " on ".join(trace.provenance[x] for x in ("kernel", "gpu") if trace.provenance.get(x))
+    title = f"{sources.title(trace.algorithm)}, stage {part.name}: {many}"
+    heading(ax, theme, title, f"{sources.common([trace])}; {where}")
 
 
 def _ticks(ax: Axes, busy: np.ndarray, placed: Rows, color: str) -> None:

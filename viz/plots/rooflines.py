@@ -11,7 +11,7 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import blended_transform_factory
 
 from flashsim.counts import traffic
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -194,11 +194,7 @@ def _given(
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():
-        if name not in known:
-            raise OptionError(
-                f"{what} has a value for {name!r}, which is not in the plot; choose from "
-                f"{choices(name, known)}"
-            )
+        checks.one_of(f"label in {what}=", name, known)
         checks.number(f"{what} of {name!r}", value, least)
     return [values.get(a, values.get(b)) for a, b in zip(labels, names, strict=True)]
 

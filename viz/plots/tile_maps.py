@@ -147,7 +147,6 @@ def mask(
     DTypeError
         If `problem` is not a Problem.
     """
-    checks.instance("problem", problem, Problem, "flashsim.Problem")
     shape = (problem.n_q, problem.n_kv)
     if shape[0] * shape[1] > _MOST_SCORES:
         raise OptionError(

@@ -279,12 +279,7 @@ def cumulative(
 
 @themed
 def sram_timeline(
-    data: Any,
-    *,
-    stage: str | None = None,
-    steps: tuple[int, int] = (0, 24),
-    ax: Axes,
-    theme: Theme,
+    data: Any, *, stage: str | None = None, steps: tuple[int, int] = (0, 24), ax: Axes, theme: Theme
 ) -> None:
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 

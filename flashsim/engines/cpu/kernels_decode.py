@@ -106,9 +106,7 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
             continue
         to, first = (out, h0 * dv) if rules.rounding is None else (floats, 0)
         put_together(to, first, lse, sums, tops, totals, n, heads, h0, group, dv)
-        if (
-            rules.rounding is not None
-        ):  # numbers too large for 16 bits become infinite in this conversion
+        if rules.rounding is not None:  # in 16 bits, numbers that are too large become infinite
             narrow_numbers(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
             widen(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
         look(counter, to, first, group * dv)
@@ -143,9 +141,7 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
     lq, lo, ld = padded(d), padded(dv), padded(shape.block_k)
     k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
     first, last = 0, k1 - k0
-    if (
-        tiles.kind[at] == MASKED and rules.banded
-    ):  # the band keeps one run of keys, so no other score is masked
+    if tiles.kind[at] == MASKED and rules.banded:  # the band keeps one run of keys
         first, last = visible_rows(rules, k0 - (tiles.own[0, 0] + tiles.own[0, 2]), 1, last, 1)
         if last <= first:
             return

@@ -197,9 +197,7 @@ def _where(pattern: str, item: int) -> tuple[np.ndarray, np.ndarray]:
         return zero, lane * item
     if pattern == "row-16B":
         return lane // 8, lane % 8 * PIECE
-    if (
-        pattern == "ldmatrix"
-    ):  # lanes 0-7, 8-15, ... have the addresses of rows of the four 8 x 8 parts
+    if pattern == "ldmatrix":  # lanes 0-7, 8-15, ... address the rows of the four 8 x 8 parts
         return lane % 16, lane // 16 * PIECE
     return lane, zero
 
@@ -228,5 +226,5 @@ def table(
                 continue
             a = access(name, layout, dtype=kind, columns=columns, pad=pad)
             figures = (a.wavefronts, a.ideal, a.conflicts, a.sectors, a.ideal_sectors)
-            result.rows.append((name, layout, *figures))
+            result.add(name, layout, *figures)
     return result

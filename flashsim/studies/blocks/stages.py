@@ -11,7 +11,6 @@ from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, TilingError, UnsupportedError, own_errors, shown
 from flashsim.l2.launch import occupancy
-from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
@@ -92,7 +91,7 @@ class BlockSizes(report.Tabled):
         for b in self.found:
             ms = None if b.seconds is None else 1e3 * b.seconds
             sizes = b.outer, b.visits, b.sram, b.blocks, b.bytes
-            table.rows.append((b.stage, str(b.tiling), *sizes, ms))
+            table.add(b.stage, str(b.tiling), *sizes, ms)
         return table
 
     def _words(self) -> str:
@@ -165,7 +164,6 @@ def mixed(
         If a stage is missing or unknown.
     """
     stages = [s.name for s in plans.stages(problem, algorithm, "backward") if _visited(s)]
-    checks.instance("tilings", tilings, Mapping, "a mapping from stage to flashsim.Tiling")
     if set(tilings) != set(stages):
         raise OptionError(
             f"tilings= must have exactly the stages {', '.join(stages)} as keys, got "

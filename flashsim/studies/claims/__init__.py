@@ -10,7 +10,8 @@ False
 
 from __future__ import annotations
 
-from flashsim.errors import OptionError, choices, own_errors, shown
+from flashsim.errors import own_errors
+from flashsim.problem import checks
 from flashsim.report import Table
 from flashsim.studies.claims import bytes_and_flops, numbers
 from flashsim.studies.claims.finding import Claim, Finding
@@ -30,9 +31,7 @@ def judge(name: str) -> Finding:
     OptionError
         If no claim has that name; the message lists all names.
     """
-    if not isinstance(name, str) or name not in CLAIMS:
-        raise OptionError(f"there is no claim {shown(name)}; choose from {choices(name, CLAIMS)}")
-    return CLAIMS[name].check()
+    return CLAIMS[checks.one_of("claim", name, CLAIMS)].check()
 
 
 @own_errors
@@ -50,7 +49,7 @@ def table(*names: str) -> Table:
     for name in names or CLAIMS:
         finding = judge(name)
         verdict = "right" if finding.right else "wrong"
-        result.rows.append((name, verdict, CLAIMS[name].said, finding.found, finding.why))
+        result.add(name, verdict, CLAIMS[name].said, finding.found, finding.why)
     return result
 
 

@@ -5,8 +5,11 @@ The outer loop runs over row tiles of the score matrix, the inner loop over all 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import numpy as np
 
 from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.sram import Sram
@@ -37,7 +40,7 @@ class Bench:
         self.problem, self.tiling, self.device = problem, tiling, device
         self.hbm = Hbm(problem)
         self.schedule = Schedule(problem, tiling, dense=True)
-        self.transfers: dict[tuple[str, str], int] = {}
+        self.transfers: Counter[tuple[str, str]] = Counter()
         self.peak = 0
 
     @contextmanager
@@ -46,10 +49,8 @@ class Bench:
         sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
         yield sram
         events = sram.done().events
-        for op in TRANSFERS:
-            for event in events[events["op"] == op]:
-                key = OPS[op], TENSORS[event["tensor"]]
-                self.transfers[key] = self.transfers.get(key, 0) + int(event["bytes"])
+        for event in events[np.isin(events["op"], TRANSFERS)]:
+            self.transfers[OPS[event["op"]], TENSORS[event["tensor"]]] += int(event["bytes"])
         self.peak = max(self.peak, sram.peak)
 
     def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:

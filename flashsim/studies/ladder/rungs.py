@@ -93,8 +93,7 @@ RUNGS: dict[str, Rung] = {
             *(fusion.softmax_product, (1, 0, 0)),
         ),
         Rung(
-            *("without-softmax", "attention without its softmax", "Q K^T V"),
-            fusion.without_softmax,
+            *("without-softmax", "attention without its softmax", "Q K^T V"), fusion.without_softmax
         ),
         Rung(
             *("whole-row-attention", "attention, whole rows on chip", "attention"),
@@ -171,13 +170,11 @@ class Climb(report.Tabled):
         )
         for name, step in self.steps.items():
             loads, stores = step.accesses(p.n_q * p.n_kv, p.itemsize)
-            table.rows.append(
-                (
-                    *(name, step.rung.title, loads, stores),
-                    *(step.bytes("load"), step.bytes("store")),
-                    "==" if step.moved == step.predicted else "DIFFERS",
-                    *(step.peak_sram, step.error),
-                )
+            table.add(
+                *(name, step.rung.title, loads, stores),
+                *(step.bytes("load"), step.bytes("store")),
+                "==" if step.moved == step.predicted else "DIFFERS",
+                *(step.peak_sram, step.error),
             )
         return table
 
@@ -239,8 +236,6 @@ def climb(
     names = tuple(RUNGS) if rungs is None else tuple(rungs)
     for name in names:
         checks.one_of("rung", name, RUNGS)
-    if tiling is not None:
-        checks.instance("tiling", tiling, Tiling, "flashsim.Tiling(block_q, block_k)")
     magnify = checks.number("magnify", magnify)
     problem = Problem(n_q, n_kv, head_dim, dtype=dtype)
     if problem.fp8:
@@ -314,14 +309,15 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _run(rung: Rung, x: _Inputs, tiling: Tiling, device: Device) -> Step:
-    predicted = rung.predict(x.problem, tiling, device)
     if rung.page is None:
-        out, moved, peak = _simulate(rung.name, x, tiling, device)
+        ran = run(x.q, x.k, x.v, algorithm=rung.name, tiling=tiling, device=device, trace=True)
+        out, peak = ran.out[0, 0], ran.trace.peak_sram()
+        moved = by_operation(ran.trace.transfers)
     else:
         out, moved, peak = _execute(rung, x, tiling, device)
     with np.errstate(invalid="ignore"):
         error = x.error(rung.result, out)
-    return Step(rung, out, error, moved, predicted, peak)
+    return Step(rung, out, error, moved, rung.predict(x.problem, tiling, device), peak)
 
 
 def _execute(
@@ -337,11 +333,4 @@ def _execute(
     O = bench.hbm.new("O", p.n_q, p.head_dim_v, p.dtype)
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         rung.page(bench)
-    return (O if P is None or rung.result != "P" else P)[0, 0], bench.transfers, bench.peak
-
-
-def _simulate(
-    algorithm: str, x: _Inputs, tiling: Tiling, device: Device
-) -> tuple[np.ndarray, Moves, int]:
-    result = run(x.q, x.k, x.v, algorithm=algorithm, tiling=tiling, device=device, trace=True)
-    return result.out[0, 0], by_operation(result.trace.transfers), result.trace.peak_sram()
+    return (O if P is None or rung.result != "P" else P)[0, 0], dict(bench.transfers), bench.peak

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.errors import OptionError, own_errors
+from flashsim.api.cost import fits
+from flashsim.errors import own_errors
 from flashsim.problem import checks
 
 #: The kinds of input, with a description.
@@ -39,13 +40,8 @@ def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0
     d = checks.positive_int("head_dim", head_dim)
     heads = checks.positive_int("heads", heads)
     rng = np.random.default_rng(checks.seed(seed))
-    try:
-        arrays = [rng.standard_normal((1, heads, n, d)) for _ in range(4)]
-    except (MemoryError, ValueError):  # NumPy raises the latter above 2**63 bytes
-        raise OptionError(
-            f"this machine has too little memory for q, k, v and dout of {heads} x {n} x {d}; use "
-            "a smaller n"
-        ) from None
+    fits(4 * 8 * heads * n * d, "use a smaller n")
+    arrays = [rng.standard_normal((1, heads, n, d)) for _ in range(4)]
     if kind == "heavy":
         for x in arrays:
             x[rng.random(x.shape) < 0.01] *= 8

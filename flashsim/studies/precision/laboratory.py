@@ -90,13 +90,8 @@ class Laboratory(report.Tabled):
     def table(self) -> report.Table:
         """Return a table with one row per kind of input, length and rounding point."""
         what = f"{self.algorithm}, d = {self.head_dim}"
-        table = report.Table(
-            f"Errors of {what}, with one rounding point at a time in {self.dtype}",
-            _COLUMNS,
-            note=_NOTE,
-        )
-        table.rows += [f.row() for f in self.findings]
-        return table
+        title = f"Errors of {what}, with one rounding point at a time in {self.dtype}"
+        return report.Table(title, _COLUMNS, [f.row() for f in self.findings], _NOTE)
 
     def tables(self) -> list[report.Table]:
         """Return up to two tables of errors: one compares lengths N, the other kinds of input.
@@ -117,15 +112,9 @@ class Laboratory(report.Tabled):
         order = list(dict.fromkeys(f.point for f in self.findings))
         kept = sorted(
             (f for f in self.findings if chosen(f)),
-            key=lambda f: (
-                order.index(f.point),
-                self.kinds.index(f.kind),
-                f.n,
-            ),
+            key=lambda f: (order.index(f.point), self.kinds.index(f.kind), f.n),
         )
-        table = report.Table(f"{whole.title}: {what}", _COLUMNS, note=whole.note)
-        table.rows += [f.row() for f in kept]
-        return table
+        return report.Table(f"{whole.title}: {what}", _COLUMNS, [f.row() for f in kept], whole.note)
 
     def __str__(self) -> str:
         return "\n".join(table.text() for table in self.tables())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.errors import OptionError, own_errors
-from flashsim.problem import checks
 from flashsim.schedule import plans
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH
@@ -27,7 +26,6 @@ def least(traffic: Traffic) -> Prediction:
     OptionError
         If the algorithm splits keys, or the device has no peak for the dtype.
     """
-    checks.instance("traffic", traffic, Traffic, "Traffic, from flashsim.count")
     if any(stage.parts for stage in traffic.stages):
         raise OptionError(
             f"{traffic.algorithm!r} splits keys, but this lower bound supports only algorithms "

@@ -83,8 +83,8 @@ def when(
         slowest = max(standard.stages, key=lambda s: s.seconds)
         ratio = standard.seconds / flash.seconds
         times = 1e3 * standard.seconds, 1e3 * flash.seconds
-        table.rows.append(
-            (n, times[0], f"{slowest.name}: {slowest.bound}", times[1], ratio, 1e3 * ideal.seconds)
+        table.add(
+            n, times[0], f"{slowest.name}: {slowest.bound}", times[1], ratio, 1e3 * ideal.seconds
         )
         wins = n if ratio > 1 and wins is None else wins if ratio > 1 else None
     shortest = ", the shortest length" if wins == min(lengths) else ""
@@ -137,7 +137,7 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
             if status == "ok":
                 figures = _figures(name, p, algorithm, direction, device)
             nbytes, *times = figures
-            table.rows.append((f"{name} {direction}", loop, nbytes, memory, *times, status))
+            table.add(f"{name} {direction}", loop, nbytes, memory, *times, status)
     return table
 
 

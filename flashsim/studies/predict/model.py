@@ -20,7 +20,7 @@ from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import DTypeError, OptionError, UnsupportedError, own_errors, shown
+from flashsim.errors import OptionError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -145,26 +145,15 @@ def predict(
     check_splits(splits)
     if decode is not None:
         splits, problem = _decoded(problem, algorithm, splits, decode)
+    own: dict[str, Any] = {"tiling": tiling, "constants": constants}
+    own["heads_in_group"] = heads_in_group
     if algorithm == "standard":
-        own: dict[str, Any] = {"kernels": kernels, "tiling": tiling, "constants": constants}
-        own |= {"heads_in_group": heads_in_group, "splits": None if splits == "auto" else splits}
-        for name, value in own.items():
-            if value is not None:
-                raise OptionError(
-                    f"{name}={shown(value)} applies only to FlashAttention, because the time of "
-                    f"standard attention is that of a library's kernels; leave out {name}="
-                )
+        own |= {"kernels": kernels, "splits": None if splits == "auto" else splits}
+        _refuse(own, "the time of standard attention is that of a library's kernels")
         return predict_standard(problem, direction, device)
     if algorithm == decode_time.ALGORITHM:
-        for name, given in (
-            ("kernels", None if kernels == "portable" else kernels),
-            *(("tiling", tiling), ("constants", constants), ("heads_in_group", heads_in_group)),
-        ):
-            if given is not None:
-                raise OptionError(
-                    f"there is only one decode kernel, 'portable', so {name}= cannot be chosen; "
-                    f"leave out {name}="
-                )
+        own["kernels"] = None if kernels == "portable" else kernels
+        _refuse(own, "there is only one decode kernel, 'portable'")
         return decoding(problem, direction, splits, device)
     if splits != "auto":
         raise OptionError(
@@ -172,16 +161,6 @@ def predict(
         )
     kernels = _named(kernels, device)
     inputs.check_tiling(tiling)
-    for what, mapping, kind in (
-        ("constants", constants, Constants),
-        ("heads_in_group", heads_in_group, (int, np.integer)),
-    ):
-        if mapping is None:
-            continue
-        if not isinstance(mapping, Mapping) or not all(
-            isinstance(value, kind) and not isinstance(value, bool) for value in mapping.values()
-        ):
-            raise DTypeError(f"{what}= must be a dict whose keys are stages, got {shown(mapping)}")
     passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, device)
     known = CALIBRATED[kernels] if constants is None else constants
     for name, heads in (heads_in_group or {}).items():
@@ -194,6 +173,13 @@ def predict(
     if kernels == "hopper" and found[-1].name == "dq":
         found = (*found[:-1], _beside(found[-1], passes[-2:], traffic, known))
     return Prediction(traffic, kernels, found)
+
+
+def _refuse(options: Mapping[str, Any], why: str) -> None:
+    """Raise an `OptionError` if one of these options is not None."""
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(f"{name}={shown(value)} cannot be used: {why}; leave out {name}=")
 
 
 def _beside(
@@ -391,8 +377,8 @@ def stage_seconds(
         last, mean = in_launches(_alike(one, works, traffic, c), device.sm_count)
     else:
         last, mean = makespan(shared.tolist(), waiting.tolist(), *grid, places, work.blocks)
-    lost = changeover(c, grid[0] * len(work.visits), places * work.blocks)
-    last, mean = last + lost, mean + lost  # every SM loses as much, so there is no tail
+    if grid[0] * len(work.visits) > places * work.blocks:  # some block starts after another ends
+        last, mean = last + c.changeover, mean + c.changeover  # on every SM, so there is no tail
     once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
     forward = bool(one.kernel.boxes) and one.stage.name == "forward"
     # The constants of the forward in Python were fitted without the first tiles' own time.
@@ -409,7 +395,8 @@ def stage_seconds(
         seconds = alone + (last**power + (hbm - alone) ** power) ** (1 / power)
     else:
         seconds = max(last, hbm)
-    return _throttled(seconds, c.throttle) + c.launch, last, mean, hbm
+    seconds += c.throttle * max(0.0, seconds - POWER_AFTER)  # the clock falls after this time
+    return seconds + c.launch, last, mean, hbm
 
 
 def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
@@ -509,16 +496,3 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
     waiting = work.visits * latency + c.item
     return shared, waiting
-
-
-def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Return the seconds that a launch loses when its first thread blocks end at the same time."""
-    return c.changeover if blocks > places else 0.0
-
-
-def _throttled(seconds: float, more: float) -> float:
-    """Return the time of a kernel whose clock falls after `POWER_AFTER` seconds.
-
-    Each later second of the kernel takes 1 + `more` seconds, because of the lower clock.
-    """
-    return seconds + more * max(0.0, seconds - POWER_AFTER)

@@ -90,17 +90,10 @@ class SpreadTime(report.Tabled):
         )
         # Rounding errors of up to a picosecond, also negative ones, count as no wait.
         waits = np.maximum(self.end - self.start - self.compute, 0).round(12)
-        for n, step in enumerate(account.steps):
-            table.rows.append(
-                (
-                    *(step, 1e3 * float(self.compute[:, n].max())),
-                    *(
-                        1e3 * float(self.compute[:, n].min()),
-                        1e3 * float(self.transfer[:, n].max()),
-                    ),
-                    1e3 * float(waits[:, n].max()),
-                )
-            )
+        each = [x.max(axis=0) for x in (self.compute, self.transfer, waits)]
+        each.insert(1, self.compute.min(axis=0))
+        for step, *seconds in zip(account.steps, *each, strict=True):
+            table.add(step, *(1e3 * float(x) for x in seconds))
         return table
 
 
@@ -184,10 +177,7 @@ def _seconds(
     problem: Problem, direction: str, algorithm: str, kernels: str | None, device: Device
 ) -> float:
     constants = None
-    if algorithm in (
-        "flash2",
-        "flash2-fused",
-    ):  # predictions of other algorithms have no power limit
+    if algorithm in ("flash2", "flash2-fused"):  # other predictions have no power limit
         known = CALIBRATED.get(made_for(device) if kernels is None else kernels, {})
         constants = {name: c._replace(throttle=0.0) for name, c in known.items()}
     return predict(

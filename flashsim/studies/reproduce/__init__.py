@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flashsim.errors import OptionError, choices, own_errors, shown
+from flashsim.errors import own_errors
+from flashsim.problem import checks
 from flashsim.report import Table
 from flashsim.studies.reproduce import (
     distribution,
@@ -56,10 +57,7 @@ NOT_DERIVABLE = (
         "Table 3 does not name the library of its baselines either",
     ),
     ("speed-ups of flash-decoding", "they are run times; `decoding` has the blocks in flight"),
-    (
-        "perplexities, training times",
-        "they depend on models and on whole training programs",
-    ),
+    ("perplexities, training times", "they depend on models and on whole training programs"),
 )
 
 
@@ -72,22 +70,18 @@ def tables(name: str) -> list[Table]:
     OptionError
         If no set has that name; the message lists all names.
     """
-    if not isinstance(name, str) or name not in NAMES:
-        raise OptionError(
-            f"no set of published numbers has the name {shown(name)}; choose from "
-            f"{choices(name, NAMES)}"
-        )
-    return NAMES[name][1]()
+    return NAMES[checks.one_of("set of published numbers", name, NAMES)][1]()
 
 
 @own_errors
 def listing() -> list[Table]:
     """Return two tables: what can be recomputed, and what cannot be recomputed and why."""
-    known = Table("What can be recomputed", ("name", "what"))
-    known.rows = [(name, what) for name, (what, _) in NAMES.items()]
-    rest = Table("What cannot be derived from the algorithm alone", ("published", "why"))
-    rest.rows = list(NOT_DERIVABLE)
-    return [known, rest]
+    known = [(name, what) for name, (what, _) in NAMES.items()]
+    rest = "What cannot be derived from the algorithm alone"
+    return [
+        Table("What can be recomputed", ("name", "what"), [*known]),
+        Table(rest, ("published", "why"), [*NOT_DERIVABLE]),
+    ]
 
 
 __all__ = ["NAMES", "NOT_DERIVABLE", "listing", "tables"]

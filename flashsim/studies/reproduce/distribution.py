@@ -13,7 +13,7 @@ from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict import predict, spread
-from flashsim.studies.reproduce.page import line, page
+from flashsim.studies.reproduce.page import Published
 
 #: Ring attention, table 2: host, TFLOP/s, link GB/s, smallest block and sequence in thousands.
 RING = (
@@ -27,7 +27,7 @@ RING = (
 
 def decoding() -> list[Table]:
     """Return a table of the SMs that decoding uses, and of the bytes that splitting keys adds."""
-    table = page(
+    table = Published(
         "Decoding on an A100, one query, 64 Ki keys, d = 128, half precision",
         "Dao, Haziza, Massa and Sizov, Flash-Decoding, 2023",
     )
@@ -36,28 +36,22 @@ def decoding() -> list[Table]:
     counted = traffic.count_schedule(problem, tiling, "flash2", "forward", device)
     blocks = counted.schedule(counted.stages[0]).t_r * problem.batch * problem.heads
     share = 100 * blocks / device.sm_count
-    table.rows.append(
-        line(
-            "SMs at work, one head, batch 1, %",
-            "< 1",
-            share,
-            f"{blocks} thread block on {device.sm_count} SMs; the post counts one block per batch "
-            "entry",
-        )
+    table.line(
+        "SMs at work, one head, batch 1, %",
+        "< 1",
+        share,
+        f"{blocks} thread block on {device.sm_count} SMs; the post counts one block per batch "
+        "entry",
     )
     many = 100 * 32 / device.sm_count
-    table.rows.append(
-        line("the same with 32 heads, %", "not stated", many, "each head has its own block")
-    )
+    table.line("the same with 32 heads, %", "not stated", many, "each head has its own block")
     splits = device.sm_count
     partial = splits * (problem.head_dim + 1) * 4 * 2
-    table.rows.append(
-        line(
-            f"additional bytes of {splits} splits, % of all bytes",
-            "small",
-            100 * partial / counted.bytes(),
-            "each split writes, and the reduction reads, O and LSE in float32",
-        )
+    table.line(
+        f"additional bytes of {splits} splits, % of all bytes",
+        "small",
+        100 * partial / counted.bytes(),
+        "each split writes, and the reduction reads, O and LSE in float32",
     )
     return [table]
 
@@ -70,7 +64,7 @@ def ring() -> list[Table]:
     than the transfer if c > F / B, for any d. The ratio F / B comes from a run of ring attention on
     four ranks.
     """
-    table = page(
+    table = Published(
         "Smallest block and sequence per device, in thousands of tokens",
         "Liu, Zaharia and Abbeel, arXiv:2310.01889, table 2: s = 6 c (six blocks are in memory)",
     )
@@ -81,7 +75,7 @@ def ring() -> list[Table]:
         for what, paper, mine in (("block", block, ours), ("sequence", sequence, 6 * ours)):
             rounded = abs(mine - paper) <= 0.05
             why = "rounded" if rounded else f"F / B of the paper's own columns is {ours:.2f}"
-            table.rows.append(line(f"{name}: {what}", paper, mine, why))
+            table.line(f"{name}: {what}", paper, mine, why)
     return [table, efficiency()]
 
 
@@ -99,7 +93,7 @@ _WHY = {
 
 def efficiency() -> Table:
     """Compare published parallel efficiencies on eight GPUs with the time model's predictions."""
-    table = page(
+    table = Published(
         "Eight GPUs, % of the ideal: 8 x the rate of one GPU at 8 Ki, causal, 8 Ki per GPU",
         "github.com/zhuzilin/ring-flash-attention, README, H800; ours: flashsim.predict.spread, "
         "portable kernels (mma.sync, as FlashAttention-2)",
@@ -116,5 +110,5 @@ def efficiency() -> Table:
             together: dict[str, Any] = {"ranks": 8, "scheme": scheme, "link": "NVLink 4 (H800)"}
             whole = replace(local, n_q=65536, n_kv=65536)
             ours += spread(whole, direction=direction, **together, **how).seconds
-            table.rows.append(line(f"{scheme}: {what}", paper, 100 * ideal / ours, _WHY[scheme]))
+            table.line(f"{scheme}: {what}", paper, 100 * ideal / ours, _WHY[scheme])
     return table

@@ -14,7 +14,7 @@ from flashsim.problem.hardware import MIB, Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.reproduce.page import line, page
+from flashsim.studies.reproduce.page import Published
 
 #: Figure 2: GPT-2 medium on an A100, N = 1024, d = 64, 16 heads, batch 64, half precision.
 FIGURE_2 = Problem(1024, head_dim=64, batch=64, heads=16, dtype="float16")
@@ -41,7 +41,7 @@ def hbm() -> list[Table]:
     # Only bytes are counted, also for tiles that are too wide for the device.
     roomy = replace(Device.get("A100"), sram_bytes=4 * MIB)
     p, source = FIGURE_2, "arXiv:2205.14135, figure 2: N = 1024, d = 64, 16 heads, batch 64, A100"
-    left = page("Figure 2 (left): forward and backward", source)
+    left = Published("Figure 2 (left): forward and backward", source)
     scores = p.batch * p.heads * p.n_q * p.n_kv * p.itemsize
     standard, flash = (_both(name, Tiling(128, 256), roomy) for name in ("standard", "flash1"))
     whys = (
@@ -55,32 +55,30 @@ def hbm() -> list[Table]:
         "counter"
     )
     for name, pair, paper, why in zip(KINDS, (standard, flash), PAPER_GB, whys, strict=True):
-        left.rows.append(line(f"HBM, {name}, GB", paper, sum(t.bytes() for t in pair) / 1e9, why))
+        left.line(f"HBM, {name}, GB", paper, sum(t.bytes() for t in pair) / 1e9, why)
         dram = sum(l2.dram(t).bytes() for t in pair) / 1e9
-        left.rows.append(line(f"DRAM, {name}, GB", paper, dram, after))
+        left.line(f"DRAM, {name}, GB", paper, dram, after)
     flops = [sum(t.flops("matmul") for t in pair) / 1e9 for pair in (standard, flash)]
     note = "ours: 12 and 14 N^2 d for 1,024 heads; the paper's do not follow from that shape"
     for name, ours, printed in zip(KINDS, flops, PAPER_GFLOPS, strict=True):
-        left.rows.append(line(f"matmul GFLOPs, {name}", printed, ours, note))
-    left.rows.append(
-        line(
-            "FLOPs, FlashAttention / standard",
-            PAPER_GFLOPS[1] / PAPER_GFLOPS[0],
-            flops[1] / flops[0],
-            "ours counts only products: 14 / 12",
-        )
+        left.line(f"matmul GFLOPs, {name}", printed, ours, note)
+    left.line(
+        "FLOPs, FlashAttention / standard",
+        PAPER_GFLOPS[1] / PAPER_GFLOPS[0],
+        flops[1] / flops[0],
+        "ours counts only products: 14 / 12",
     )
-    middle = page("Figure 2 (middle): forward, over the width of a key block B_c", source)
+    middle = Published("Figure 2 (middle): forward, over the width of a key block B_c", source)
     for block in (64, 128, 256, 512):
         counted = traffic.count_schedule(p, Tiling(64, block), "flash1", "forward", roomy)
         why = "printed as a curve; falls as 1 / B_c" if block == 64 else ""
-        middle.rows.append(line(f"HBM, B_c = {block}, GB", "curve", counted.bytes() / 1e9, why))
+        middle.line(f"HBM, B_c = {block}, GB", "curve", counted.bytes() / 1e9, why)
     return [left, middle]
 
 
 def memory() -> list[Table]:
     """Recompute table 21 of the paper: the memory of standard attention and FlashAttention."""
-    table = page(
+    table = Published(
         "Table 21: memory footprint, MiB (printed as MB)",
         "arXiv:2205.14135, table 21, 16 x 8 heads, d = 64. The paper's PyTorch figures are exactly "
         "4 S + 10 T, where S is an N x N matrix and T a tensor such as q; its FlashAttention "
@@ -95,9 +93,7 @@ def memory() -> list[Table]:
         ):
             ours = traffic.live(p, algorithm)
             rest = printed * MIB - ours
-            table.rows.append(
-                line(f"{name}, N = {n}", printed, ours / MIB, _missing(p, rest, tensor))
-            )
+            table.line(f"{name}, N = {n}", printed, ours / MIB, _missing(p, rest, tensor))
     return [table]
 
 

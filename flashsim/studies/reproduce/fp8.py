@@ -12,7 +12,7 @@ from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.precision.input_kinds import draw
-from flashsim.studies.reproduce.page import line, page
+from flashsim.studies.reproduce.page import Published
 
 #: Root mean square errors: arXiv:2407.08608, table 3 (half precision and FP8, e4m3).
 PAPER = {
@@ -62,7 +62,7 @@ def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
                     apart[way] = _error([_square(followed, outs[name][..., :rows, :])])
         for name, out in outs.items():
             squares[name].append(_square(out, exact))
-    table = page(
+    table = Published(
         f"Root mean square error, {n:,} queries and keys, d = {D}, {seeds} seeds of {queries} rows",
         "arXiv:2407.08608, table 3; difference from float64 on the inputs before rounding. The "
         "paper does not print the shape, and errors grow with N. Without rotation, a few rows "
@@ -72,7 +72,7 @@ def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
     for name, paper in PAPER.items():
         each = [_error([square]) for square in squares[name]]
         why = f"seeds from {min(each):.1e} to {max(each):.1e}; {_WHY.get(name, '')}"
-        table.rows.append(line(name, paper, _error(squares[name]), why.rstrip("; ")))
+        table.line(name, paper, _error(squares[name]), why.rstrip("; "))
     return [table, _flushed(apart, n, min(queries, TILE))]
 
 
@@ -84,14 +84,14 @@ _ACCUMULATORS = {
 
 
 def _flushed(apart: dict[str, float], n: int, rows: int) -> Table:
-    table = page(
+    table = Published(
         f"FP8 accumulators of 14 bits: out's difference from sums in float32, {BEST}, N = {n:,}",
         "Hopper's tensor cores keep 14 bits of 32 products and the running sum (DeepSeek-V3, "
         f"arXiv:2412.19437, section 3.5.2, which flushes after every 128 products); tiles are "
         f"{TILE} x {TILE}; one seed, {rows} rows; no paper prints these figures for attention",
     )
     for name, error in apart.items():
-        table.rows.append(line(name, None, error))
+        table.line(name, None, error)
     return table
 
 

@@ -12,7 +12,7 @@ from flashsim.problem.hardware import KIB, MIB, Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.reproduce.page import line, page
+from flashsim.studies.reproduce.page import Published
 
 
 def bounds() -> list[Table]:
@@ -23,13 +23,13 @@ def bounds() -> list[Table]:
     """
     n, d = 256, 32
     shape = f"N = {n}, d = {d}, float32, executed"
-    above = page(
+    above = Published(
         f"Theorem 2: FlashAttention's HBM accesses, elements, over M; {shape}",
         "arXiv:2205.14135, theorem 2: O(N^2 d^2 / M), an order of growth. A constant ratio "
         "confirms it; the constant depends on the algorithm. The ratio grows once the N d accesses "
         "that no tile avoids are a large share",
     )
-    below = page(
+    below = Published(
         f"Lower bounds on any attention's HBM accesses, elements, over M; {shape}",
         "arXiv:2402.07443 (Saha and Ye), also orders of growth: N^2 d^2 / M for M >= d^2 = "
         f"{d * d:,}, and N^2 d / sqrt(M) for smaller M, so FlashAttention is optimal only for M >= "
@@ -45,12 +45,12 @@ def bounds() -> list[Table]:
         trace = run(q, k, v, algorithm="flash1", tiling=tiling, device=device, trace=True).trace
         executed, name = trace.bytes() // 4, f"M = {m:,}, tile {tiling}"
         order = n * n * d * d / m
-        above.rows.append(line(name, order, executed, _parts(n, d, m, order)))
+        above.line(name, order, executed, _parts(n, d, m, order))
         if m >= d * d:
-            below.rows.append(line(name, order, executed, "N^2 d^2 / M: reached, up to a constant"))
+            below.line(name, order, executed, "N^2 d^2 / M: reached, up to a constant")
         else:
             why = f"N^2 d / sqrt(M): sqrt(M) / d = {sqrt(m) / d:.2f} of N^2 d^2 / M"
-            below.rows.append(line(name, n * n * d / sqrt(m), executed, why))
+            below.line(name, n * n * d / sqrt(m), executed, why)
     return [above, below]
 
 
@@ -67,7 +67,7 @@ def _parts(n: int, d: int, m: int, order: float) -> str:
 
 def order() -> list[Table]:
     """Compare KV-outer (FlashAttention) with Q-outer loops (FlashAttention-2) on the same tiles."""
-    table = page(
+    table = Published(
         "Forward HBM bytes, KV-outer / Q-outer, N = 4096, d = 128, bf16",
         "arXiv:2307.08691, section 3: the loops are swapped, so O, l and m stay on chip",
     )
@@ -78,13 +78,11 @@ def order() -> list[Table]:
             traffic.count_schedule(problem, tiling, name, "forward", device).bytes()
             for name in ("flash1", "flash2")
         )
-        table.rows.append(
-            line(
-                f"tile {tiling}",
-                "more",
-                first / second,
-                "KV-outer: each visit reads Q, and reads and writes O (float32), l and m; K and V "
-                "are read once",
-            )
+        table.line(
+            f"tile {tiling}",
+            "more",
+            first / second,
+            "KV-outer: each visit reads Q, and reads and writes O (float32), l and m; K and V "
+            "are read once",
         )
     return [table]

@@ -10,7 +10,7 @@ from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies import ladder
-from flashsim.studies.reproduce.page import line, page
+from flashsim.studies.reproduce.page import Published
 
 #: Accesses per element, from arXiv:1805.02867, sections 2 and 3. Its abstract: "up to 1.3x" faster.
 PAPER_ACCESSES = {"naive": 3, "stable": 4, "online": 3}
@@ -23,7 +23,7 @@ PAPER_ERROR = {"baseline": 3.2e-4, "FlashAttention-2": 1.9e-4}
 
 def softmax() -> list[Table]:
     """Run naive, safe and online softmax, and count their memory accesses per element."""
-    table = page(
+    table = Published(
         "Memory accesses per element",
         "arXiv:1805.02867; executed on 256 x 1,000 scores in chunks of 64",
     )
@@ -31,21 +31,19 @@ def softmax() -> list[Table]:
     climb = ladder.climb(n_q, n_kv, 16, tiling=Tiling(32, 64), rungs=list(PAPER_ACCESSES))
     accesses = {name: sum(step.accesses(n_q * n_kv, 4)) for name, step in climb.steps.items()}
     for name, paper in PAPER_ACCESSES.items():
-        table.rows.append(line(f"{name} softmax", paper, accesses[name]))
-    table.rows.append(
-        line(
-            "safe / online",
-            PAPER_SPEED_UP,
-            accesses["stable"] / accesses["online"],
-            "the paper's is a measured speed-up; 4 / 3 is the ratio of accesses",
-        )
+        table.line(f"{name} softmax", paper, accesses[name])
+    table.line(
+        "safe / online",
+        PAPER_SPEED_UP,
+        accesses["stable"] / accesses["online"],
+        "the paper's is a measured speed-up; 4 / 3 is the ratio of accesses",
     )
     return [table]
 
 
 def error(n: int = 1024, seeds: int = 2) -> list[Table]:
     """Recompute table 3: errors for inputs with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001)."""
-    table = page(
+    table = Published(
         f"Root mean square error in half precision, N = {n:,}, d = 128, {seeds} seeds",
         "arXiv:2407.08608, table 3, which does not print its shape. Ours are smaller at every N "
         "from 32 to 4,096, because they are differences from float64 on the float16 inputs; "
@@ -67,14 +65,12 @@ def error(n: int = 1024, seeds: int = 2) -> list[Table]:
             squares[name].append(float(((out.astype(np.float64) - exact) ** 2).mean()))
     errors = {name: float(np.sqrt(np.mean(all_of))) for name, all_of in squares.items()}
     for name, paper in PAPER_ERROR.items():
-        table.rows.append(line(name, paper, errors[name], whys[name]))
-    table.rows.append(
-        line(
-            "baseline / FlashAttention-2",
-            PAPER_ERROR["baseline"] / PAPER_ERROR["FlashAttention-2"],
-            errors["baseline"] / errors["FlashAttention-2"],
-            "1.7 times in the paper; ours rounds at every step, but a library may not",
-        )
+        table.line(name, paper, errors[name], whys[name])
+    table.line(
+        "baseline / FlashAttention-2",
+        PAPER_ERROR["baseline"] / PAPER_ERROR["FlashAttention-2"],
+        errors["baseline"] / errors["FlashAttention-2"],
+        "1.7 times in the paper; ours rounds at every step, but a library may not",
     )
     return [table]
 

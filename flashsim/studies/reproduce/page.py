@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from flashsim.report import Cell, Table
 
-COLUMNS = ("quantity", "paper", "ours", "ours / paper", "why they differ")
 
+class Published(Table):
+    """A table of published numbers; its note names their source."""
 
-def page(title: str, source: str) -> Table:
-    """Return an empty table for published numbers, whose note names their source."""
-    return Table(title, COLUMNS, note=source)
+    def __init__(self, title: str, source: str) -> None:
+        columns = ("quantity", "paper", "ours", "ours / paper", "why they differ")
+        super().__init__(title, columns, note=source)
 
-
-def line(quantity: str, paper: float | str | None, ours: Cell, why: str = "") -> tuple[Cell, ...]:
-    """Return a row of published and recomputed values, with their ratio if both are numbers."""
-    ratio: Cell = None
-    if isinstance(paper, (int, float)) and isinstance(ours, (int, float)) and paper:
-        ratio = ours / paper
-    return quantity, paper, ours, ratio, why
+    def line(self, quantity: str, paper: float | str | None, ours: Cell, why: str = "") -> None:
+        """Add a row: a published and a recomputed value, and their ratio if both are numbers."""
+        numbers = isinstance(paper, (int, float)) and isinstance(ours, (int, float))
+        self.add(quantity, paper, ours, ours / paper if numbers and paper else None, why)  # type: ignore[operator]

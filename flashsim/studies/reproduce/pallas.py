@@ -5,8 +5,7 @@ The write-up counts one HBM transfer per tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashsim.api.execution import run
 from flashsim.api.samples import random_inputs
@@ -15,7 +14,7 @@ from flashsim.problem.hardware import KIB, PRESETS, Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.reproduce.page import line, page
+from flashsim.studies.reproduce.page import Published
 from flashsim.studies.roofline import textbook_bytes
 
 WIDTH, LENGTHS = 64, (128, 256, 512, 1024, 2048, 4096)
@@ -57,17 +56,9 @@ _SOFTMAX = 5  # operations per score
 _ROOMY = Device.get("H100")
 
 
-@dataclass(frozen=True)
-class Textbook:
-    """The FLOPs and bytes of one pass of one head, counted as in the write-up.
+class Textbook(NamedTuple):
+    """The FLOPs and bytes of one pass of one head, counted as in the write-up."""
 
-    `n` is the number of queries and of keys. Each element counts as 4 bytes, because only this size
-    gives the printed figures.
-    """
-
-    direction: str
-    kernel: str
-    n: int
     flops: int
     bytes: int
 
@@ -78,8 +69,9 @@ class Textbook:
 
 
 def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
-    """Return the FLOPs and bytes of one pass, counted as in the write-up's model.
+    """Return the FLOPs and bytes of one pass with n queries and keys, as the write-up counts them.
 
+    Elements count as 4 bytes by default, because only this size gives the printed figures.
     In the forward pass, the products have 4 T^2 d FLOPs, and the softmax 5 T^2. In the backward
     pass, the products have 8 T^2 d FLOPs (naive), 14 T^2 d (two kernels) or 10 T^2 d (one kernel).
     Each of q, k, v and out is transferred once, and so is each gradient in the backward pass. The
@@ -90,7 +82,7 @@ def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Tex
     softmax = _SOFTMAX * n * n if direction == "forward" else 0
     statistic = 0 if algorithm == "standard" else n * problem.compute_itemsize
     nbytes = textbook_bytes(problem, algorithm, direction) + statistic
-    return Textbook(direction, kernel, n, counted.flops("matmul") + softmax, nbytes)
+    return Textbook(counted.flops("matmul") + softmax, nbytes)
 
 
 def pallas() -> list[Table]:
@@ -104,7 +96,7 @@ def _cells() -> list[tuple[str, str, int, int]]:
 
 
 def _intensities() -> Table:
-    table = page(
+    table = Published(
         "Intensity, FLOP/B, one head, d = 64, each tensor once",
         "A roofline of attention in Pallas; forward 4 T^2 d + 5 T^2 FLOPs, backward 8, 14 or 10 "
         "T^2 d. The write-up labels them bfloat16, but only 4 B per element give its figures",
@@ -116,12 +108,12 @@ def _intensities() -> Table:
         printed, ours = INTENSITY[direction, kernel][at], textbook(direction, kernel, n).intensity
         narrow = textbook(direction, kernel, n, DTYPE).intensity
         why = f"{'rounded' if round(ours) == printed else 'differs'}; with 2 B {narrow:,.0f}"
-        table.rows.append(line(f"{direction}, {name}, T = {n:,}", printed, ours, why))
+        table.line(f"{direction}, {name}, T = {n:,}", printed, ours, why)
     return table
 
 
 def _executed() -> Table:
-    table = page(
+    table = Published(
         "Intensity as executed: matrix FLOP/B requested, bfloat16, d = 64, tiles 64 x 64",
         f"up to T = {EXECUTED_TO} from runs on the simulated memory, beyond from the equal closed "
         "form. K and V are read once per row tile, so the intensity stops growing with T; "
@@ -135,13 +127,11 @@ def _executed() -> Table:
     executed = {n: _run(n) for n in LENGTHS if n <= EXECUTED_TO}
     for direction, kernel, n, at in _cells():
         p = Problem(n, head_dim=WIDTH, dtype=DTYPE)
-        algorithm = KERNELS[kernel]
-        counted = traffic.count_schedule(p, TILING, algorithm, direction, _ROOMY)
+        counted = traffic.count_schedule(p, TILING, KERNELS[kernel], direction, _ROOMY)
         moved = executed[n][kernel, direction] if n in executed else counted.bytes()
+        printed, ours = INTENSITY[direction, kernel][at], counted.flops("matmul") / moved
         why = whys[kernel] if at == 0 else ""
-        printed = INTENSITY[direction, kernel][at]
-        name = f"{direction}, {kernel}, T = {n:,}"
-        table.rows.append(line(name, printed, counted.flops("matmul") / moved, why))
+        table.line(f"{direction}, {kernel}, T = {n:,}", printed, ours, why)
     return table
 
 
@@ -159,11 +149,10 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 def heads() -> int:
     """Return batch size times heads, computed from the write-up's times and percentages."""
     peak = Device.get(DEVICE).peak(DTYPE)
-    counts = {
+    (number,) = {
         round(share / 100 * peak * TIMES[key][-1] / 1e3 / textbook(*key, LENGTHS[-1]).flops)
         for key, share in PER_CENT.items()
     }
-    (number,) = counts
     return number
 
 
@@ -175,7 +164,7 @@ def speed(direction: str, kernel: str, at: int) -> float:
 
 def _speeds() -> Table:
     peak = Device.get(DEVICE).peak(DTYPE)
-    table = page(
+    table = Published(
         f"Percentage of the peak of {peak / 1e12:g} TFLOP/s, {DEVICE}, d = 64, from printed times",
         f"the printed percentages follow from {heads()} heads in all, which the write-up does not "
         "print. The FLOP/s of each kernel count its own products, so a backward pass in two "
@@ -186,18 +175,17 @@ def _speeds() -> Table:
         ours = speed(direction, kernel, at)
         printed = PER_CENT.get((direction, kernel)) if n == LENGTHS[-1] else None
         why = f"{TIMES[direction, kernel][at]:g} ms, {ours / 1e12:.1f} TFLOP/s"
-        name = f"{direction}, {kernel}, T = {n:,}"
-        table.rows.append(line(name, printed, 100 * ours / peak, why))
+        table.line(f"{direction}, {kernel}, T = {n:,}", printed, 100 * ours / peak, why)
     for direction, before in BEFORE.items():
         after = TIMES[direction, "flash"][LENGTHS.index(1024)]
         why = f"{before:g} to {after:g} ms, times"
-        table.rows.append(line(f"{direction}, mixed precision", None, before / after, why))
+        table.line(f"{direction}, mixed precision", None, before / after, why)
     return table
 
 
 def _overflow() -> Table:
     rule = [min(64, max(32, 16384 // d)) for d in BLOCK_KIB]
-    table = page(
+    table = Published(
         "On-chip KiB of a backward block, 64 x 64 scores, float32",
         "4 tiles of 64 x d and one of scores; the write-up states 48 to 96 KB per SM. Its rule for "
         f"the block, min(64, max(32, 16384 // C)), gives {', '.join(map(str, rule))} for these d, "
@@ -208,19 +196,19 @@ def _overflow() -> Table:
         four = sum(held[name] for name in ("Q", "K", "V", "dO", "S"))
         whole = sum(held.values())
         why = f"with dK, dV, dP, L, delta {whole / KIB:.4g}, which fits {_fitting(whole)}"
-        table.rows.append(line(f"Q, K, V, dO, S at d = {d}", printed, four / KIB, why))
+        table.line(f"Q, K, V, dO, S at d = {d}", printed, four / KIB, why)
     return table
 
 
 def _scores_on_chip() -> Table:
-    table = page(
+    table = Published(
         "Do T x T scores fit on chip? KiB in bfloat16",
         "the write-up says: only at T = 128; `flashsim study devices` lists a block's capacity",
     )
     for n, printed in SCORES_KIB.items():
         size = n * n * Problem(n, dtype=DTYPE).itemsize
         why = f"fits {_fitting(size)}; with float32 scores, as in kernels: {_fitting(2 * size)}"
-        table.rows.append(line(f"T = {n}", printed, size / KIB, why))
+        table.line(f"T = {n}", printed, size / KIB, why)
     return table
 
 
@@ -236,13 +224,9 @@ def _fitting(size: int) -> str:
 def series() -> dict[str, list[tuple[str, float, float]]]:
     """Return measured points for `viz.roofline_series`: (length, FLOP/B in bfloat16, FLOP/s)."""
     return {
-        f"{kernel}, {direction}": [
-            (
-                f"T = {n}",
-                textbook(direction, kernel, n, DTYPE).intensity,
-                speed(direction, kernel, at),
-            )
+        f"{key[1]}, {key[0]}": [
+            (f"T = {n}", textbook(*key, n, DTYPE).intensity, speed(*key, at))
             for at, n in enumerate(LENGTHS)
         ]
-        for direction, kernel in TIMES
+        for key in TIMES
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashsim.problem.hardware import KIB, Device
 from flashsim.report import Table
-from flashsim.studies.reproduce.page import line, page
+from flashsim.studies.reproduce.page import Published
 
 ITEM = 2  # bytes of half precision
 
@@ -27,7 +27,7 @@ FA3_FORWARD = ((128, 128, 192, False), (128, 128, 144, True), (192, 128, 112, Fa
 
 def tiles() -> list[Table]:
     """Return tables of FlashAttention-2's backward tiles and of FlashAttention-3's key blocks."""
-    second = page(
+    second = Published(
         "FlashAttention-2 backward: shared memory, KiB",
         "flash_bwd_launch_template.h of Dao-AILab/flash-attention; ours: two Q and one dO buffer, "
         "K and V of the column tile, P and dS, in half precision",
@@ -35,8 +35,8 @@ def tiles() -> list[Table]:
     for d, block_q, block_k, printed, v_in_registers, one_q in FA2_BACKWARD:
         ours = fa2_backward(d, block_q, block_k, v_in_registers=v_in_registers, one_q=one_q)
         what = ", V in registers" * v_in_registers + ", one Q buffer" * one_q
-        second.rows.append(line(f"d = {d}, {block_q} x {block_k}{what}", printed, ours / KIB))
-    third = page(
+        second.line(f"d = {d}, {block_q} x {block_k}{what}", printed, ours / KIB)
+    third = Published(
         "FlashAttention-3 forward: widest key block on an H100",
         "tile_size.h of Dao-AILab/flash-attention ('hits the limit of smem'); ours: Q, two stages "
         "of K and V, and P if it passes through shared memory; widths are multiples of 16",
@@ -44,8 +44,8 @@ def tiles() -> list[Table]:
     for d, block_q, widest, p_in_smem in FA3_FORWARD:
         what = ", P in shared memory" if p_in_smem else ""
         ours = fa3_widest(d, block_q, p_in_smem=p_in_smem)
-        third.rows.append(line(f"d = {d}, block_q = {block_q}{what}", widest, ours))
-    third.rows.append(line("d = 256, block_q = 128", 80, fa3_widest(256, 128)))
+        third.line(f"d = {d}, block_q = {block_q}{what}", widest, ours)
+    third.line("d = 256, block_q = 128", 80, fa3_widest(256, 128))
     return [second, third]
 
 

@@ -73,8 +73,8 @@ class SoftmaxProduct(report.Tabled):
             + (f"; at most {self.peak_sram:,} B on chip per block" if self.peak_sram else ""),
         )
         for name in dict.fromkeys(tensor for _, tensor in self.moved):
-            result.rows.append((name, self.bytes("load", name), self.bytes("store", name)))
-        result.rows.append(("all", self.bytes("load"), self.bytes("store")))
+            result.add(name, self.bytes("load", name), self.bytes("store", name))
+        result.add("all", self.bytes("load"), self.bytes("store"))
         return result
 
 

@@ -112,8 +112,8 @@ def _dram(kernels: _Kernels) -> Table:
         if key[2] in ROW_BY_ROW or not known:
             continue
         everything += known
-        table.rows.append((*key, len(known), *_spread(known)))
-    table.rows.append(("all", "", "", len(everything), *_spread(everything)))
+        table.add(*key, len(known), *_spread(known))
+    table.add("all", "", "", len(everything), *_spread(everything))
     return table
 
 
@@ -135,7 +135,7 @@ def _conflicts(kernels: _Kernels, wavefronts: Mapping[tuple[str, str, str, str],
         shares = [(100 * x.measured / wavefronts[x.shape, *key], x.shape) for x in rows]
         largest, shape = max(shares)
         middle = median(share for share, _ in shares)
-        table.rows.append((*key, len(rows), f"{middle:.2f}", f"{largest:.2f}", _short(shape)))
+        table.add(*key, len(rows), f"{middle:.2f}", f"{largest:.2f}", _short(shape))
     return table
 
 
@@ -155,7 +155,7 @@ def _missed(rows: Iterable[Difference]) -> Table:
             known = max(0.0, row.measured / most[_place(row)] - 1)
         if known is not None and abs(known) > _limit(row):
             where = row.kernels, row.name, row.kernel, row.quantity, _short(row.shape)
-            table.rows.append((*where, _signed(known, 2)))
+            table.add(*where, _signed(known, 2))
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any
 
 from flashsim.api import counting
@@ -80,10 +80,10 @@ class Case:
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", backend_name(self.backend))
         carried = Problem(**{name: getattr(self.problem, name) for name in _SHAPE})
-        for name in (one.name for one in fields(Problem)):
-            if getattr(self.problem, name) != getattr(carried, name):
+        for one in fields(Problem):
+            if getattr(self.problem, one.name) != getattr(carried, one.name):
                 raise UnsupportedError(
-                    f"the problem sets {name}, which a case cannot have; set only "
+                    f"the problem sets {one.name}, which a case cannot have; set only "
                     f"{', '.join(_SHAPE)}"
                 )
 
@@ -106,7 +106,7 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the case's fields as plain values for JSON."""
-        sides = [None if t is None else (t.block_q, t.block_k) for t in self.tilings]
+        sides = [None if t is None else astuple(t) for t in self.tilings]
         shape = {name: getattr(self.problem, name) for name in _SHAPE}
         return vars(self) | {"problem": shape, "tilings": sides}
 
@@ -115,15 +115,9 @@ class Case:
         """Build a case from the result of `to_dict`."""
         window = values["problem"]["window"]
         shape = values["problem"] | {"window": None if window is None else tuple(window)}
-        forward, backward = (None if t is None else Tiling(*t) for t in values["tilings"])
-        return cls(
-            **{
-                **values,
-                "problem": Problem(**shape),
-                "tilings": (forward, backward),
-                "backward": tuple(values["backward"]),
-            }
-        )
+        tilings = tuple(None if t is None else Tiling(*t) for t in values["tilings"])
+        changed = {"tilings": tilings, "backward": tuple(values["backward"])}
+        return cls(**{**values, "problem": Problem(**shape), **changed})
 
     def __str__(self) -> str:
         p = self.problem
@@ -150,19 +144,14 @@ class Counted:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reported counts as plain values for JSON."""
-        return {
-            "algorithm": self.algorithm,
-            "direction": self.direction,
-            "tiling": (self.tiling.block_q, self.tiling.block_k),
-            "transfers": [(*key, nbytes) for key, nbytes in self.transfers.items()],
-        }
+        transfers = [(*key, nbytes) for key, nbytes in self.transfers.items()]
+        return vars(self) | {"tiling": astuple(self.tiling), "transfers": transfers}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Counted:
         """Build the reported counts from the result of `to_dict`."""
         transfers = {(stage, op, tensor): n for stage, op, tensor, n in values["transfers"]}
-        tiling = Tiling(*values["tiling"])
-        return cls(values["algorithm"], values["direction"], tiling, transfers)
+        return cls(**{**values, "tiling": Tiling(*values["tiling"]), "transfers": transfers})
 
     def predicted(self, case: Case) -> Traffic:
         """Return the predicted traffic of the pass whose transfers were reported."""

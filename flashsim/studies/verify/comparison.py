@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,6 @@ from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.l2 import L2Model, dram
-from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass, predict
@@ -100,16 +99,9 @@ def verify(
         `blocks_per_sm`, Nsight Compute's value for the launch is used. If a pass adds to dQ in a
         fixed order, its blocks wait for each other.
     """
-    if not isinstance(passes, (list, tuple)):
-        raise DTypeError(f"passes= must be a list of MeasuredPass, got {shown(passes)}")
-    passes = [
-        checks.instance("each of passes", one, MeasuredPass, "verify.MeasuredPass")
-        for one in passes
-    ]
     if not isinstance(title, str):
         raise DTypeError(f"title= must be a string, got {shown(title)}")
-    if l2 is not None:
-        checks.instance("l2", l2, L2Model, "flashsim.l2.L2Model")
+    passes = list(passes)
     rows = [row for one in passes for row in _rows(one, l2 or L2Model("grouped"))]
     launches = {id(x) for one in passes for those in one.launches.values() for x in those}
     return Verification(title, tuple(rows), len(launches))
@@ -130,10 +122,10 @@ def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
         if measured.keys() & {"DRAM read", "DRAM write"}:
             predicted |= left.predicted(stage, launches[0])
         for quantity, value in measured.items():
-            op = _OPS.get(quantity)
-            counted = (
-                None if op is None or one.counted is None else _of(one.counted, stage.name, op)
-            )
+            counted = None
+            if quantity in _OPS and one.counted is not None:
+                key = stage.name, _OPS[quantity]
+                counted = sum(n for (s, o, _), n in one.counted.items() if (s, o) == key)
             yield Row(stage.name, quantity, predicted.get(quantity), counted, value)
 
 
@@ -203,8 +195,12 @@ class _Dram:
         blocks = self.l2.blocks_per_sm or launch.blocks_per_sm
         heads, walk, cluster = self.l2.heads_in_group, self.l2.walk, self.l2.cluster
         if self.l2.launch == "grouped" and heads is None and "hopper_" in launch.kernel:
-            heads, in_step, cluster = _together(self.traffic, stage)
-            walk = "in-step" if in_step else walk
+            # The prediction for the C++ kernels is also used for those in Python.
+            side = "row" if stage.outer == "queries" else "col"
+            tables = lower(self.traffic.schedule(stage), side)
+            how = HOPPER.hand_out(stage, tables, Gpu.like(self.traffic.device))
+            heads, walk = how.clump, "in-step" if how.in_step else walk
+            cluster = how.launches[0].cluster if len(how.launches) == 1 else 1
         model = replace(self.l2, blocks_per_sm=blocks, heads_in_group=heads)
         model = replace(model, walk=walk, cluster=cluster)
         if model not in self.replayed:
@@ -227,21 +223,3 @@ def _filled(traffic: Traffic) -> Traffic:
     filled = replace(p, head_dim=d, head_dim_v=dv)
     how = traffic.algorithm, traffic.direction, traffic.tiling, traffic.device
     return predict(filled, *how)
-
-
-def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool, int]:
-    """Return three values: how a Hopper kernel assigns its work tiles to thread blocks.
-
-    The values are the heads per group, whether these heads are co-scheduled, and the blocks that
-    share a work tile (1 if the launches of a pass differ in this number). The Hopper kernels
-    written in Python never co-schedule heads, but the prediction for the C++ kernels is used for
-    them too.
-    """
-    tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
-    how = HOPPER.hand_out(stage, tables, Gpu.like(traffic.device))
-    cluster = how.launches[0].cluster if len(how.launches) == 1 else 1
-    return how.clump, how.in_step, cluster
-
-
-def _of(transfers: Mapping[tuple[str, str, str], int], stage: str, op: str) -> int:
-    return sum(n for (s, o, _), n in transfers.items() if (s, o) == (stage, op))

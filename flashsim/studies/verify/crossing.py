@@ -115,7 +115,10 @@ def crossing(
         elif hopper and tensor in BOXED:
             columns = hopper_kernels.tile_columns(stage.name, p)[BOXED[tensor]]
             boxes = _box_rows(traffic, stage, tensor) * columns * its.itemsize
-            split = rows * _split_sectors(width) * SECTOR // 2
+            # If a row ends in the middle of a sector, its last box has a fifth sector, and every
+            # second row, which begins in a sector's middle, has one more for each earlier box.
+            uneven = width // (4 * SECTOR) + 2 if width % SECTOR else 0
+            split = rows * uneven * SECTOR // 2
             total += boxes + split
             if tensor in own and any(one.blocks > 1 for one in launches):
                 each = boxes + rows * (arriving(width) - _whole_boxes(width)) * SECTOR
@@ -223,17 +226,6 @@ def table_reads(
         asked = items if hopper and blocks == 1 and items > sms else 0
         total += 2 * items * blocks * warps + asked
     return SECTOR * total
-
-
-def _split_sectors(width: int) -> int:
-    """Return how many half-sectors a tensor row needs beyond 4 sectors per TMA box.
-
-    The result is a mean over two neighbouring rows: one begins at the start of a sector, the next
-    in the middle of one. If the tensor's row ends in the middle of a sector, the last non-empty box
-    has a fifth sector. All boxes before the last one have a fifth sector only in rows that begin in
-    the middle of a sector.
-    """
-    return width // (4 * SECTOR) + 2 if width % SECTOR else 0
 
 
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:

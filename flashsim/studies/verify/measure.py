@@ -196,9 +196,5 @@ def _pass(
             )
         taken[stage.name] = [launch]
     return MeasuredPass(
-        traffic,
-        taken,
-        counted,
-        in_turns=deterministic is True,
-        python=case.backend == "numba_cuda",
+        traffic, taken, counted, in_turns=deterministic is True, python=case.backend == "numba_cuda"
     )

@@ -46,8 +46,11 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
             continue
         pieces = row_elements(its.elements) * its.itemsize // PIECE
         if stage.name in WALKS:
-            place = np.divmod(np.arange(rows * pieces), pieces)
-            group = _by_quads(*place) if hopper else _in_order(traffic, tensor, *place)
+            row, piece = np.divmod(np.arange(rows * pieces), pieces)
+            # One store instruction of a Hopper kernel writes four pieces in each of eight rows.
+            group = row // 8 * pieces + piece // 4
+            if not hopper:
+                group = _in_order(traffic, tensor, row, piece)
             total += _touched(group, PIECE, heads)
         else:  # each warp stores a whole number of contiguous sectors
             total += heads * rows * pieces * PIECE
@@ -79,14 +82,6 @@ def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.
     lanes = next((n for n in (32, 16, 8, 4) if pieces > n // 2), pieces)  # that share a row
     tile, within = np.divmod(row, traffic.tiling.block_q)
     return tile * traffic.tiling.block_q + within // (_WARP // lanes)
-
-
-def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Return, for each piece of a tensor, which instruction of a Hopper kernel stores the piece.
-
-    One store instruction writes four 16-byte pieces in each of eight rows.
-    """
-    return row // 8 * (piece.max() + 1) + piece // 4
 
 
 def _in_order(traffic: Traffic, tensor: str, row: np.ndarray, piece: np.ndarray) -> np.ndarray:

@@ -145,5 +145,5 @@ def table(found: Sequence[Apart], most: int = 20) -> Table:
     for x in found[:most]:
         numbers = f"{100 * x.difference:+.3f}", f"{100 * x.target:g}"
         where = str(x.case), x.case.kernel or x.case.backend, x.stage, x.quantity
-        result.rows.append((*where, x.predicted, x.measured, *numbers))
+        result.add(*where, x.predicted, x.measured, *numbers)
     return result

@@ -40,17 +40,12 @@ def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
     )
     for i in range(min(n, MOST_ROWS)):
         each = float(scores[i]), float(outputs[i])
-        table.rows.append((str(i), *each, abs(each[0] - each[1])))
+        table.add(str(i), *each, abs(each[0] - each[1]))
     return table
 
 
 @own_errors
-def corrections(
-    n: int = 4096,
-    head_dim: int = 64,
-    *,
-    tiling: Tiling | None = None,
-) -> Table:
+def corrections(n: int = 4096, head_dim: int = 64, *, tiling: Tiling | None = None) -> Table:
     """Return a table that counts FlashAttention-1's and -2's operations outside matrix products.
 
     FlashAttention-1 divides O by l at every key tile, and multiplies O by l at the next key tile.
@@ -69,7 +64,7 @@ def corrections(
         divide, multiply = counted.flops("divide"), counted.flops("multiply")
         others = sum(counted.flops(kind) for kind in ("exp", "max", "add"))
         whole = divide + multiply + others
-        table.rows.append((name, divide, divide // n, multiply, others, whole))
+        table.add(name, divide, divide // n, multiply, others, whole)
     return table
 
 
@@ -95,5 +90,5 @@ def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Tabl
             continue
         once = 1e6 * size / device.hbm_bandwidth
         products = 1e6 * flops / device.peak(dtype)
-        table.rows.append((name, device.hbm_bandwidth / 1e9, once, 4 * once, products))
+        table.add(name, device.hbm_bandwidth / 1e9, once, 4 * once, products)
     return table

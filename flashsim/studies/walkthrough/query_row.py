@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.api.samples import random_inputs
-from flashsim.errors import OptionError, own_errors, shown
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
@@ -53,9 +53,7 @@ def tiles(
         )
     tiling = Tiling(16, 16) if tiling is None else tiling
     seed = checks.seed(seed)
-    row = n - 1 if row is None else row
-    if not checks.is_int(row) or not 0 <= row < n:
-        raise OptionError(f"row must be one of the queries 0 to {n - 1}, got {shown(row)}")
+    row = n - 1 if row is None else checks.place("row", row, n)
     schedule = Schedule(problem, tiling)
     q, k, v, _ = (x[0, 0] for x in random_inputs(problem, seed))
     table = Table(
@@ -78,9 +76,9 @@ def tiles(
         O = alpha * O + p @ v[visit.cols]
         m = m_new
         span = f"{keys[0]} to {keys[-1]}"
-        table.rows.append((f"{tile}, {visit.j}", span, _4(m), _4(alpha), _4(l), _text(O)))
-    table.rows.append(("O / l", "", None, None, None, _text(O / l)))
-    table.rows.append(("L = m + log l", "", _4(m + np.log(l)), None, None, ""))
+        table.add(f"{tile}, {visit.j}", span, _4(m), _4(alpha), _4(l), _text(O))
+    table.add("O / l", "", None, None, None, _text(O / l))
+    table.add("L = m + log l", "", _4(m + np.log(l)), None, None, "")
     seen = row + 1 if causal else n
     s = k[:seen].astype(np.float64) @ q[row] * problem.scale
     weights = np.exp(s - s.max())

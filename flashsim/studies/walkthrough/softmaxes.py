@@ -49,7 +49,7 @@ def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False
         note="naive: exp overflows above 88.72 and is subnormal below -87.34; online: alpha = "
         "exp(m_old - m) rescales l to the new maximum",
     )
-    keep = _kept if subnormals else _flushed
+    keep = (lambda x: x) if subnormals else _flushed
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         weights_by_way = {
             "naive": _naive(values, keep, table),
@@ -58,15 +58,11 @@ def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False
         }
     exact = np.exp(values.astype(np.float64) - values.max())
     exact /= exact.sum()
-    table.rows.append(("float64", "weights", _text(exact)))
+    table.add("float64", "weights", _text(exact))
     for way, weights in weights_by_way.items():
         error = np.abs(weights - exact).max()
-        table.rows.append((way, "largest error", _text(error)))
+        table.add(way, "largest error", _text(error))
     return table
-
-
-def _kept(x: np.ndarray) -> np.ndarray:
-    return x
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:
@@ -79,7 +75,7 @@ def _naive(x, keep, table: Table) -> np.ndarray:
     l = keep(e.sum(dtype=np.float32))
     weights = keep(e / l)
     for step, value in (("e = exp(x)", e), ("l = sum e", l), ("weights e / l", weights)):
-        table.rows.append(("naive", step, _text(value)))
+        table.add("naive", step, _text(value))
     return weights
 
 
@@ -90,7 +86,7 @@ def _stable(x, keep, table: Table) -> np.ndarray:
     weights = keep(e / l)
     steps = (("m = max x", m), ("e = exp(x - m)", e), ("l = sum e", l), ("weights e / l", weights))
     for step, value in steps:
-        table.rows.append(("stable", step, _text(value)))
+        table.add("stable", step, _text(value))
     return weights
 
 
@@ -103,9 +99,9 @@ def _online(x, chunk: int, keep, table: Table) -> np.ndarray:
         l = keep(alpha * l + keep(np.exp(part - m_new)).sum(dtype=np.float32))
         m = m_new
         state = f"m {_text(m)}, alpha {_text(alpha)}, l {_text(l)}"
-        table.rows.append(("online", f"after {_text(part)}", state))
+        table.add("online", f"after {_text(part)}", state)
     weights = keep(keep(np.exp(x - m)) / l)
-    table.rows.append(("online", "weights exp(x - m) / l", _text(weights)))
+    table.add("online", "weights exp(x - m) / l", _text(weights))
     return weights
 
 

@@ -84,7 +84,11 @@ class Profile:
     def problem(self, call: int) -> Problem | None:
         """Return a call's shape and mask, or None if a `Problem` cannot describe them."""
         values = self.calls[call]["problem"]
-        return None if values is None else Problem(**_tuples(values))
+        if values is None:
+            return None
+        # JSON has lists instead of tuples.
+        sizes: Any = {k: tuple(x) if isinstance(x, list) else x for k, x in values.items()}
+        return Problem(**sizes)
 
     def save(self, path: Path) -> None:
         """Write the record to `path` as JSON."""
@@ -107,11 +111,6 @@ class Profile:
                 f"({type(error).__name__}: {error}); measure the program again"
             ) from error
         return read
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Problem` that were read from JSON, with tuples instead of lists."""
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
 @own_errors

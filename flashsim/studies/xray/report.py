@@ -64,7 +64,10 @@ class ProfiledKernel:
         """Return the possible sizes of the query or key tile as a text, such as "64 or 128"."""
         if not self.found.fits or self.problem is None:
             return ""
-        return _sides(self.found.sides(name), _extent(self.problem, name))
+        sides, extent = self.found.sides(name), _extent(self.problem, name)
+        if len(sides) == 1:
+            return str(sides[0]) if sides[0] < extent else "all"
+        return "?" if _any(sides, extent) else " or ".join(map(str, sides))
 
     def sentences(self) -> Iterator[str]:
         """Yield sentences that say what the kernel's hardware counters show."""
@@ -125,12 +128,6 @@ def _any(sides: Sequence[int], extent: int) -> bool:
     """Return whether nearly every tile size fits: the counters then do not determine the size."""
     tried = [side for side in SIDES if side < extent] or [SIDES[0]]
     return len(sides) > 0.8 * len([side for side in tried if side <= 256])
-
-
-def _sides(sides: Sequence[int], extent: int) -> str:
-    if len(sides) == 1:
-        return str(sides[0]) if sides[0] < extent else "all"
-    return "?" if _any(sides, extent) else " or ".join(map(str, sides))
 
 
 def _advice(p: Problem, name: str) -> str:
@@ -225,26 +222,16 @@ class XRay(report.Tabled):
             c, seen = launch.counters, launch.seen
             seconds = c.get("seconds")
             least = None if p is None else compulsory(p, launch.direction)
-            table.rows.append(
-                (
-                    f"{launch.call}: {'unknown shape' if p is None else in_words(p)}",
-                    kernel.times,
-                    launch.direction,
-                    kernel.name,
-                    FORMS[kernel.found.form],
-                    kernel.side("block_q"),
-                    kernel.side("block_k"),
-                    int(seen.read),
-                    int(seen.written),
-                    int(seen.reduced),
-                    seen.read / least if least else None,
-                    _whole(c.get("DRAM read")),
-                    _whole(c.get("DRAM write")),
-                    _whole(seen.tensor_flops),
-                    None if seconds is None else seconds * 1e3,
-                    seen.tensor_flops / seconds / 1e12 if seen.tensor_flops and seconds else None,
-                    self._of_roof(kernel),
-                )
+            table.add(
+                f"{launch.call}: {'unknown shape' if p is None else in_words(p)}",
+                *(kernel.times, launch.direction, kernel.name, FORMS[kernel.found.form]),
+                *(kernel.side("block_q"), kernel.side("block_k")),
+                *(int(seen.read), int(seen.written), int(seen.reduced)),
+                seen.read / least if least else None,
+                *map(_whole, (c.get("DRAM read"), c.get("DRAM write"), seen.tensor_flops)),
+                None if seconds is None else seconds * 1e3,
+                seen.tensor_flops / seconds / 1e12 if seen.tensor_flops and seconds else None,
+                self._of_roof(kernel),
             )
         return table
 
@@ -276,7 +263,7 @@ class XRay(report.Tabled):
         close = sorted(tried.values(), key=lambda fit: abs(seen.read / fit.read - 1))
         for fit in close[:10]:
             pair = fit.block_q, fit.block_k
-            table.rows.append((*pair, fit.read, fit.reduced, seen.read / fit.read, pair in fits))
+            table.add(*pair, fit.read, fit.reduced, seen.read / fit.read, pair in fits)
         return table
 
     def rows(self) -> list[dict[str, report.Cell]]:
