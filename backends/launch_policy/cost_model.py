@@ -367,7 +367,7 @@ def heads_together(
         # Where a wave has the end of a group and the beginning of the next, these loop over
         # different rows, or in different directions.
         whole = size == walks or abs(waves - max(1, round(waves))) <= _BESIDE
-        return whole or (waves >= 1.5 and 8 * live * drift <= 1)
+        return whole or (waves >= 1.5 and 8 * live * drift <= 1 and 4 * live * waves <= 1)
 
     groups = range(1, -(-walks // clump))
     sizes = {size for n in groups if (size := -(-walks // n)) > clump and aligned(size)}
