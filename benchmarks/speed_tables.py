@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+from statistics import geometric_mean
 
 from gpu_lab import read_table
 
@@ -133,14 +135,44 @@ def serving() -> str:
     return markdown(columns.split("|"), rows, "window")
 
 
-def widths() -> str:
+def widths(name: str = "gpu-widths-h200.csv") -> str:
     """Return the table of ratios by head dimension."""
     columns = ["d", "forward", "backward", "causal, forward", "backward"]
     rows: dict[int, list[object]] = {}
-    for one in shapes("gpu-widths-h200.csv", lambda s: (s.d, s.causal)):
+    for one in shapes(name, lambda s: (s.d, s.causal)):
         line = rows.setdefault(one.d, [one.d])
         line += [one.of_the_best("forward"), one.of_the_best("backward")]
     return markdown(columns, [*rows.values()])
+
+
+def drawn_ratios(name: str = "random-shapes-h100.csv") -> dict[tuple[str, str], list[float]]:
+    """Return the sorted ratios of random shapes, by pass and seed ("all" for all seeds)."""
+    found: dict[tuple[str, str], list[float]] = {}
+    keys = ("seed", "head_dim", "causal", "seq_len", "batch", "heads", "kv_heads", "window", "n_kv")
+    for _, rows in groupby(kept(name), lambda row: [row[key] for key in keys]):
+        first, *others = rows
+        one = Shape(first)
+        one.rows = {row["implementation"]: row for row in (first, *others)}
+        for direction in ("forward", "backward"):
+            if (ratio := one.ratio(direction)) is not None:
+                for seed in (first["seed"], "all"):
+                    found.setdefault((direction, seed), []).append(ratio)
+    return {key: sorted(ratios) for key, ratios in sorted(found.items(), reverse=True)}
+
+
+def drawn() -> str:
+    """Return the table of ratios on shapes drawn at random, per pass and seed."""
+    columns = "pass|seed|shapes|at least 1.00|at least 0.98|geometric mean|worst|next"
+    rows = [
+        [
+            *(direction, seed, len(ratios)),
+            *(sum(ratio >= least for ratio in ratios) for least in (1, 0.98)),
+            f"{geometric_mean(ratios):.3f}",
+            *(f"{ratio:.3f}" for ratio in ratios[:2]),
+        ]
+        for (direction, seed), ratios in drawn_ratios().items()
+    ]
+    return markdown(columns.split("|"), rows, "pass|seed")
 
 
 def limits() -> str:
@@ -306,6 +338,8 @@ PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("### Head dimensions", widths),
         ("### Why the slower shapes are slower", limits),
         ("## An H100", h100),
+        ("### Head dimensions on the H100", partial(widths, "gpu-widths-h100.csv")),
+        ("### Shapes drawn at random", drawn),
         ("## FP8", fp8),
         ("## FP8", quantisers),
         ("## Our forms beside each other", partial(forms, "forward")),

@@ -137,9 +137,21 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert "forward is at least as fast as the fastest competitor on all sixteen," in GPU
     assert f"backward on fifteen; d = 32 without a mask reaches {widths[1][0]:.3f}." in GPU
     assert f"d = 32 without a mask reaches {widths[1][0]:.3f} {best} backward." in GUIDE
-    h100 = [ends(way) for way in of("gpu-papers-h100.csv", tables.Shape.ratio)]
-    said = f"{h100[0]} × the faster of cuDNN and FlashAttention-2 forward, {h100[1]} × backward |"
+    h100 = of("gpu-papers-h100.csv", tables.Shape.ratio)
+    said = (
+        f"{ends(h100[0])} × the fastest competitor forward, {ends(h100[1])} × backward | measured |"
+    )
     assert f'| H100, 16-bit inputs | `"cupy"` | {said}' in GUIDE
+    assert [sum(x >= 1 for x in way) for way in h100] == [11, 11]
+    assert f"N = 16,384 reaches {h100[0][0]:.3f} of FA-CuTe's throughput." in GPU
+    assert f"at N = 1,024 reaches {h100[1][0]:.4f}." in GPU
+    assert all(x > 1 for way in of("gpu-widths-h100.csv", tables.Shape.ratio) for x in way)
+    assert "All fourteen shapes are faster than the fastest competitor" in GPU
+    drawn = {way: ratios for (way, seed), ratios in tables.drawn_ratios().items() if seed == "all"}
+    slow = {way: [f"{x:.3f}" for x in ratios if x < 0.98] for way, ratios in drawn.items()}
+    said = f"{slow['forward'][0]} × forward, and {' × and '.join(slow['backward'])} × backward."
+    assert f"three of {sum(map(len, drawn.values()))} passes on shapes drawn" in GUIDE
+    assert said in GUIDE
 
 
 def test_the_sentences_of_portable_kernels_are_of_the_kept_measurement(tables):
