@@ -58,7 +58,7 @@ def check_table_kind(block_table: Any) -> tuple[int, ...]:
 def live_problem(
     whole: Problem, options: Mapping[str, Any], pool: tuple[int, ...] = ()
 ) -> tuple[Problem, dict[str, Any]]:
-    """Return the `Problem` of a cache's live keys, and `options` with checked lengths and pages.
+    """Return the `Problem` that attends to a cache's live keys only, and the checked `options`.
 
     `whole` is the problem in which every key of the cache is live. `options` may contain
     `cache_seqlens`, `block_table` and `shared_prefix`, as in `DecodeOptions`. `pool` is the shape

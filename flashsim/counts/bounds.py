@@ -46,12 +46,12 @@ def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) ->
     and it may accumulate O in parts.
 
     The proof divides a run of the algorithm into segments of T transferred elements each. In a
-    segment, at most X = 2 M + T elements of Q, K, V, O and earlier scores are available. By the
-    inequality of Loomis and Whitney (as in Irony, Toledo and Tiskin), X elements allow at most
-    max(X^2 / (16 d), (X / 3)^1.5) products with V. So a run needs a minimum number of segments of T
-    transfers each. The result is the largest bound among several segment sizes T. For M > 2.4 d^2,
-    T = 2 M gives 2 N^2 d^2 / M - 2 M, which matches the order proved by Saha and Ye
-    (arXiv:2402.07443). The complete proof is in docs/reference/model.md.
+    segment, at most X = 2 M + T elements of Q, K, V, O and earlier scores are available. The
+    inequality of Loomis and Whitney (as in Irony, Toledo and Tiskin) limits the number of products
+    with V that use only X elements to max(X^2 / (16 d), (X / 3)^1.5). So a run needs a minimum
+    number of segments of T transfers each. The result is the largest bound among several segment
+    sizes T. For M > 2.4 d^2, T = 2 M gives 2 N^2 d^2 / M - 2 M, which matches the order proved by
+    Saha and Ye (arXiv:2402.07443). The complete proof is in docs/reference/model.md.
 
     Parameters
     ----------

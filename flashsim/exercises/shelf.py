@@ -41,7 +41,8 @@ def kernel_names() -> list[str]:
 def of_course(name: str) -> AnyExercise:
     """Return the bundled exercise with that name.
 
-    A student's file may name only bundled exercises: grading would run the code at a path.
+    A student's file may name only bundled exercises. If it could name a path, grading would run the
+    code at that path.
     """
     if name not in _bundled():
         raise OptionError(

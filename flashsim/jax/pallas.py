@@ -180,8 +180,8 @@ def is_array(leaf: Any) -> bool:
 def own_lines() -> Iterator[None]:
     """Inside the ``with`` block, make JAX record the source line of each equation.
 
-    By default, JAX gives all loads of a `custom_vjp`'s backward kernel the line of the forward
-    call.
+    By default, JAX records the line of the forward call for all loads of a `custom_vjp`'s backward
+    kernel.
     """
     try:
         from jax._src import source_info_util

@@ -14,9 +14,9 @@ Five rules keep one dataflow valid for many problems:
   gradient. The tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask
   function with captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with
   sinks and left out in others.
-- At the start of a step, a Q-outer loop reads the captured elements that depend only on the head or
-  the row (`F_own`, `M_own`). The loop reads the remaining captured elements at each visit (`F`,
-  `M`). Visits of FULL tiles do not load `M`.
+- `F_own` and `M_own` are the captured elements whose index contains only the head or the query. A
+  Q-outer loop reads them at the start of a step. `F` and `M` are all other captured elements, which
+  are read for each tile of scores. For FULL tiles, `M` is not loaded.
 - An accumulator `X_acc` is the tensor X itself if both have the same type.
 - A stage that only converts `X_acc` to the type of X is left out if `X_acc` and X have the same
   type.

@@ -317,7 +317,9 @@ def stage_dq(rows: int) -> Any:
 
 
 def reduce_dq(rows: int, wide: int, *, packed: bool) -> Any:
-    """Return the function that adds `wide` columns of a staged piece of dQ to the accumulator.
+    """Return the function that adds part of dQ in shared memory to the accumulator in HBM.
+
+    The part has `wide` columns.
 
     The signature is ``reduce_dq(map, source, column, row, head, batch)``. All reductions that a
     thread starts form one group. `packed` is as in `wgmma_tiles.copy_tile`.

@@ -237,7 +237,7 @@ class OpenSram(Scopes):
         *,
         member: int | None = None,
     ) -> None:
-        """Copy a tile from SRAM to HBM, rounded to the tensor's type; a number fills the tile."""
+        """Copy a tile from SRAM to HBM, rounded to the tensor's type; a number fills all of it."""
         rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
         inside = self._hbm._behind(tensor)
         if inside.data.shape[1] < self._lead[1]:
