@@ -442,7 +442,7 @@ def _launch(
     """Return the plan of a decode launch; sequence b has the key tiles ``range(*ranges[b])``.
 
     `parts` is the number of parts of each sequence, which `split` computes. With a prefix,
-    `lengths` exclude the prefix's keys, and the last of `parts` is the prefix's.
+    `lengths` exclude the prefix's keys, and the last number in `parts` belongs to the prefix.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]

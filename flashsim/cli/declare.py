@@ -86,7 +86,7 @@ def flag(name: str) -> str:
 
 
 def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
-    """Return a function that converts each value of the text ``a,b,c``."""
+    """Return a parser of comma-separated text that applies `convert` to each value."""
 
     def read(name: str, text: str) -> list[Any]:
         try:
