@@ -127,7 +127,7 @@ def test_heads_that_disagree_are_an_error():
     schedule = Schedule(p, TILING)
     tiles, visits = honest_report(p, stage, schedule, False)
     visits[1, 2, 0] += 16
-    with pytest.raises(TraceError, match=r"slot 0 of record 2 head 1 reported"):
+    with pytest.raises(TraceError, match=r"head 1 reported 1,040 B"):
         counts.stage_trace(stage, schedule, tiles, visits)
 
 

@@ -249,7 +249,7 @@ def climb(
         f"one of these rungs needs {matrices} matrices of {n_q:,} x {problem.n_kv:,} scores in "
         "memory: use shorter sequences, or other rungs",
     )
-    tiling, device = tiling or Tiling(64, 64), Device.get(device)
+    tiling, device = Tiling(64, 64) if tiling is None else tiling, Device.get(device)
     rng = np.random.default_rng(checks.seed(seed))
     with np.errstate(over="ignore"):
         q, k, v = (

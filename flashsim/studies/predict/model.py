@@ -163,7 +163,7 @@ def predict(
     inputs.check_tiling(tiling)
     passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, device)
     known = CALIBRATED[kernels] if constants is None else constants
-    for name, heads in (heads_in_group or {}).items():
+    for name, heads in ({} if heads_in_group is None else heads_in_group).items():
         if heads < 1:
             raise OptionError(
                 f"heads_in_group= must be at least 1 for every stage, got {heads!r} for {name!r}"

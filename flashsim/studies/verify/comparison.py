@@ -14,6 +14,7 @@ from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.l2 import L2Model, dram
+from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass, predict
@@ -99,9 +100,12 @@ def verify(
         `blocks_per_sm`, Nsight Compute's value for the launch is used. If a pass adds to dQ in a
         fixed order, its blocks wait for each other.
     """
+    if not isinstance(passes, (list, tuple)):
+        raise DTypeError(f"passes= must be a list of MeasuredPass, got {shown(passes)}")
     if not isinstance(title, str):
         raise DTypeError(f"title= must be a string, got {shown(title)}")
-    passes = list(passes)
+    if l2 is not None:
+        checks.instance("l2", l2, L2Model, "flashsim.l2.L2Model")
     rows = [row for one in passes for row in _rows(one, l2 or L2Model("grouped"))]
     launches = {id(x) for one in passes for those in one.launches.values() for x in those}
     return Verification(title, tuple(rows), len(launches))
