@@ -81,11 +81,15 @@ class AttentionCall:
         FlashSimError
             If flashsim does not support the problem: a head_dim above 512, an 8-bit type.
         """
-        kept = ("causal", "window", "bias", "mask", "sinks")
+        p = self.pattern
         return Problem(
             **self.sizes._asdict(),
-            **{name: getattr(self.pattern, name) for name in kept},
             dtype=self.dtype,
+            causal=p.causal,
+            window=p.window,
+            bias=p.bias,
+            mask=p.mask,
+            sinks=p.sinks,
             softcap=self.softcap,
             scale=self.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
         )

@@ -108,16 +108,9 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     return given if given.dtype == torch.int32 else given.to(torch.int32)
 
 
-class _DecodeCall(NamedTuple):
-    """The arguments of ``flashsim::decode``; `left` and `right` limit the sliding window."""
+class _Question(NamedTuple):
+    """The options of a decoding call; `left` and `right` are the limits of the sliding window."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lengths: Tensor | None
-    table: Tensor | None
-    starts: Tensor | None
-    entries: Tensor | None
     causal: bool
     left: int
     right: int
@@ -137,8 +130,16 @@ _DECODERS: dict[tuple[Any, ...], Any] = {}
 _MOST = 1024
 
 
-def _on_gpu(*given: Any) -> tuple[Tensor, Tensor]:
-    (q, k, v, lengths, table, starts, entries), asked = given[:7], given[7:]
+def _on_gpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    starts: Tensor | None,
+    entries: Tensor | None,
+    *asked: Any,
+) -> tuple[Tensor, Tensor]:
     pages = None if table is None else (table.shape, table.stride(), table.dtype, table.device)
     key = (
         *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
@@ -147,7 +148,7 @@ def _on_gpu(*given: Any) -> tuple[Tensor, Tensor]:
     try:
         call = _DECODERS[key]
     except KeyError:
-        problem = _problem(_DecodeCall(*given))
+        problem = _problem(q, k, v, table, starts, entries, _Question(*asked))
         call, widest = None, max(problem.head_dim, problem.head_dim_v)
         if problem.dtype in ("float16", "bfloat16") and widest <= 256:
             import flashsim.backends.cupy_gpu.engine as cupy_engine
@@ -158,13 +159,20 @@ def _on_gpu(*given: Any) -> tuple[Tensor, Tensor]:
             _DECODERS.clear()
         _DECODERS[key] = call
     if call is None:
-        return _written_out(*given)
+        return _written_out(q, k, v, lengths, table, starts, entries, *asked)
     return call(q, k, v, lengths, table, starts, entries)
 
 
-def _problem(call: _DecodeCall) -> Problem:
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    starts: Tensor | None,
+    entries: Tensor | None,
+    asked: _Question,
+) -> Problem:
     """Check shapes and types, and return a `Problem` that assumes that all cached keys are live."""
-    q, k, v, table = call.q, call.k, call.v, call.table
     found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
         raise ShapeError(
@@ -181,7 +189,7 @@ def _problem(call: _DecodeCall) -> Problem:
     batch, heads, n_q, d = q.shape
     n_kv = k.shape[2]
     if table is not None:
-        if call.starts is not None or call.entries is not None:
+        if starts is not None or entries is not None:
             raise UnsupportedError(
                 "with block_table=, each sequence's keys begin in its first page; leave out "
                 "cache_starts= and cache_batch_idx="
@@ -197,7 +205,7 @@ def _problem(call: _DecodeCall) -> Problem:
                 "block_table.to(q.device).contiguous()"
             )
         n_kv *= table.shape[1]
-    elif call.entries is None and k.shape[0] < batch:
+    elif entries is None and k.shape[0] < batch:
         raise ShapeError(
             f"the caches must have an entry for each of the {batch} sequences, or "
             f"cache_batch_idx= must select the entries, got {found}"
@@ -212,16 +220,25 @@ def _problem(call: _DecodeCall) -> Problem:
         heads=heads,
         kv_heads=k.shape[1],
         dtype=name_of(q.dtype),
-        causal=bool(call.causal) and n_q > 1,
-        window=None if call.left < 0 and call.right < 0 else (call.left, call.right),
-        softcap=call.softcap,
-        scale=call.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
+        causal=bool(asked.causal) and n_q > 1,
+        window=None if asked.left < 0 and asked.right < 0 else (asked.left, asked.right),
+        softcap=asked.softcap,
+        scale=asked.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
     )
 
 
-def _written_out(*given: Any) -> tuple[Tensor, Tensor]:
+def _written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    starts: Tensor | None,
+    entries: Tensor | None,
+    *asked: Any,
+) -> tuple[Tensor, Tensor]:
     """Decode with torch's own operators in float32 or wider, without waiting for the GPU."""
-    q, k, v, lengths, table, starts, entries, causal, left, right, softcap, scale, _ = given
+    causal, left, right, softcap, scale, _ = asked
     batch, heads, n_q, d = q.shape
     if table is not None:
         pages = table.long().clamp(0, k.shape[0] - 1)
@@ -255,11 +272,19 @@ def _written_out(*given: Any) -> tuple[Tensor, Tensor]:
     return out.view(*shape, -1).to(q.dtype), lse.reshape(shape)
 
 
-def _packed(*given: Any) -> tuple[Tensor, Tensor]:
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    starts: Tensor | None,
+    entries: Tensor | None,
+    *asked: Any,
+) -> tuple[Tensor, Tensor]:
     """Decode on any engine, after copying the live keys of all sequences into one packed array."""
-    call = _DecodeCall(*given)
-    q, k, v, lengths, table, starts, entries, *_ = call
-    problem = _problem(call)
+    question = _Question(*asked)
+    problem = _problem(q, k, v, table, starts, entries, question)
     n, batch, n_q = problem.n_kv, q.shape[0], q.shape[2]
     stops = [n] * batch if lengths is None else lengths.clamp(0, n).tolist()
     begins = [0] * batch if starts is None else starts.clamp_min(0).tolist()
@@ -280,8 +305,8 @@ def _packed(*given: Any) -> tuple[Tensor, Tensor]:
         *(readable(x) for x in (rows_of_q, torch.cat(keys, 1)[None], torch.cat(values, 1)[None])),
         causal=problem.causal,
         window=problem.window,
-        softcap=call.softcap,
-        scale=call.scale,
+        softcap=question.softcap,
+        scale=question.scale,
         cu_seqlens_q=tuple(range(0, batch * n_q + 1, n_q)),
         cu_seqlens_k=cu_k,
         backend="cupy" if q.is_cuda else "numba",

@@ -286,13 +286,25 @@ def spoken(softcap: float, scale: float | None, text: str) -> Question:
     return causal, left, right, softcap, scale, algorithm, deterministic, by
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple[Tensor, Tensor]:
-    return ready(q, k, v, spoken(*asked)).forward(q, k, v)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, softcap: float, scale: float | None, question: str
+) -> tuple[Tensor, Tensor]:
+    return ready(q, k, v, spoken(softcap, scale, question)).forward(q, k, v)
 
 
-def _attend_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dout, out, lse, q, k, v, *asked = given
-    return ready(q, k, v, spoken(*asked)).backward(q, k, v, out, lse, dout)
+def _attend_backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softcap: float,
+    scale: float | None,
+    question: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = ready(q, k, v, spoken(softcap, scale, question))
+    return call.backward(q, k, v, out, lse, dout)
 
 
 for _device in ("CPU", "CUDA"):
@@ -303,9 +315,11 @@ for _device in ("CPU", "CUDA"):
 
 @torch.library.register_fake("flashsim::attend_without_gradient", lib=_LIBRARY)
 @torch.library.register_fake("flashsim::attend", lib=_LIBRARY)
-def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> Any:
-    question = dict(zip(NAMES, spoken(*asked), strict=True))
-    return ops.forward_shapes(q, k, v, None, None, None, **question)
+def _attend_shapes(
+    q: Tensor, k: Tensor, v: Tensor, softcap: float, scale: Any, question: str
+) -> Any:
+    asked = dict(zip(NAMES, spoken(softcap, scale, question), strict=True))
+    return ops.forward_shapes(q, k, v, None, None, None, **asked)
 
 
 @torch.library.register_fake("flashsim::attend_backward", lib=_LIBRARY)
@@ -346,9 +360,12 @@ def _folded(info: Any, dims: Any, q: Tensor, k: Tensor, v: Tensor, *asked: Any) 
 
 
 @torch.library.register_vmap("flashsim::attend_backward", lib=_LIBRARY)
-def _backward_folded(info: Any, dims: Any, *given: Any) -> Any:
-    question = dict(zip(NAMES, spoken(*given[6:]), strict=True))
-    tensors = *given[:3], None, *given[3:6], None, None, None
+def _backward_folded(
+    info: Any, dims: Any, dout: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> Any:
+    *qkv, softcap, scale, text = rest
+    question = dict(zip(NAMES, spoken(softcap, scale, text), strict=True))
+    tensors = dout, out, lse, None, *qkv, None, None, None
     axes = (*dims[:3], None, *dims[3:6], None, None, None)
     found, at = ops.backward_folded(ops.backward, info, axes, *tensors, **question)
     return found[:3], at[:3]

@@ -83,22 +83,43 @@ def flash_attn_func(
     return (out, lse, None) if return_attn_probs else out
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
-    """Call `flash_attn_func` with q, k and v in one tensor, (batch, n, 3, heads, head_dim).
-
-    All further arguments are those of `flash_attn_func`, in the same order.
-    """
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Call `flash_attn_func` with q, k and v in one tensor, (batch, n, 3, heads, head_dim)."""
     q, k, v = core.unpacked(qkv)
-    return flash_attn_func(q, k, v, *args, **options)
+    return flash_attn_func(
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap),
+        *(alibi_slopes, deterministic, return_attn_probs),
+    )
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
-    """Call `flash_attn_func` with k and v in one tensor, (batch, n_k, 2, heads_k, head_dim).
-
-    All further arguments are those of `flash_attn_func`, in the same order.
-    """
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Call `flash_attn_func` with k and v in one tensor, (batch, n_k, 2, heads_k, head_dim)."""
     k, v = kv.unbind(-3)
-    return flash_attn_func(q, k, v, *args, **options)
+    return flash_attn_func(
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap),
+        *(alibi_slopes, deterministic, return_attn_probs),
+    )
 
 
 def flash_attn_varlen_func(
@@ -153,24 +174,50 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Any:
-    """Call `flash_attn_varlen_func` with q, k and v in one tensor, (tokens, 3, heads, head_dim).
-
-    All further arguments are those of `flash_attn_varlen_func`, in the same order.
-    """
+    """Call `flash_attn_varlen_func` with q, k and v in one tensor, (tokens, 3, heads, head_dim)."""
     q, k, v = qkv.unbind(-3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(q, k, v, *lengths, *args, **options)
+    return flash_attn_varlen_func(
+        *(q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap),
+        *(alibi_slopes, deterministic, return_attn_probs),
+    )
 
 
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
-    """Call `flash_attn_varlen_func` with k and v in one tensor, (tokens, 2, heads_k, head_dim).
-
-    All further arguments are those of `flash_attn_varlen_func`, in the same order.
-    """
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Call `flash_attn_varlen_func` with k and v in one tensor, (tokens, 2, heads_k, head_dim)."""
     k, v = kv.unbind(-3)
-    return flash_attn_varlen_func(q, k, v, *args, **options)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(
+        *(q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap),
+        *(alibi_slopes, deterministic, return_attn_probs),
+    )
 
 
 def flash_attn_with_kvcache(

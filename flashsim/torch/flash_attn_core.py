@@ -61,7 +61,17 @@ def varlen(
 
 def with_cache(
     q: Tensor,
-    *cache: Any,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    lengths: int | Tensor | None,
+    entries: Tensor | None,
+    starts: Tensor | None,
+    table: Tensor | None,
+    *,
     interleaved: bool,
     splits: int,
     at: Tensor | None = None,
@@ -70,11 +80,9 @@ def with_cache(
 ) -> tuple[Tensor, Tensor]:
     """Rotate new rows, append keys and values to the cache, and compute attention over the cache.
 
-    `cache` has the caches, new keys and values, cosines and sines, and the sequences' lengths,
-    entries, starts and pages. The results are out, (batch, n_q, heads, d), and the LSE, (batch,
-    heads, n_q). New rows are rotated by the positions in `at`, or by the lengths if `at` is None.
+    The results are an output of shape (batch, n_q, heads, d) and an LSE of shape (batch, heads,
+    n_q). New rows are rotated by the positions in `at`, or by `lengths` if `at` is None.
     """
-    k_cache, v_cache, k, v, cos, sin, lengths, entries, starts, table = cache
     if table is not None and entries is not None:
         table, entries = table[entries.long()], None
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -143,7 +151,17 @@ def packed_over_cache(
     q: Tensor,
     cu_seqlens_q: Any,
     cu_seqlens_new: Any,
-    *cache: Any,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    lengths: int | Tensor | None,
+    entries: Tensor | None,
+    starts: Tensor | None,
+    table: Tensor | None,
+    *,
     interleaved: bool,
     splits: int,
     at: Tensor | None = None,
@@ -154,7 +172,6 @@ def packed_over_cache(
 
     Cache lengths are read on the host, and `splits` has no effect.
     """
-    k_cache, v_cache, k, v, cos, sin, lengths, entries, starts, table = cache
     of_q = _offsets("cu_seqlens_q", cu_seqlens_q)
     batch = len(of_q) - 1
     if table is not None and entries is not None:

@@ -96,8 +96,14 @@ def flash_attn_func(
         always has a gradient.
     """
     _check_absent(
-        *(score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars),
-        *(block_sparse_tensors, block_sparse_tensors_bwd, gather_kv_indices, None),
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )
     out, lse = core.attend(
         *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
@@ -168,8 +174,14 @@ def flash_attn_varlen_func(
         queries, (batch, heads, n_q) for padded ones. With `qv`, heads are the last axis.
     """
     _check_absent(
-        *(score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars),
-        *(block_sparse_tensors, None, gather_kv_indices, seqlen_k_per_split),
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
+        seqlen_k_per_split=seqlen_k_per_split,
     )
     padded = q.shape[:2] if cu_seqlens_q is None else None
     q, of_q = _packed("q", q, cu_seqlens_q)
@@ -249,8 +261,8 @@ def _resolved(window: Window, causal: bool) -> Window:
     return left, None if causal else right
 
 
-def _check_absent(*options: Any) -> None:
-    """Raise UnsupportedError for the first option of `_ABSENT` that is not None."""
-    for (name, instead), value in zip(_ABSENT.items(), options, strict=True):
+def _check_absent(**options: Any) -> None:
+    """Raise UnsupportedError for the first of these unsupported options that is not None."""
+    for name, value in options.items():
         if value is not None:
-            raise UnsupportedError(f"flashsim does not support {name}=; {instead}")
+            raise UnsupportedError(f"flashsim does not support {name}=; {_ABSENT[name]}")

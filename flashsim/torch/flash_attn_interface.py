@@ -247,7 +247,8 @@ def flash_attn_with_kvcache(
         if cu_seqlens_q is None and cu_seqlens_k_new is not None:
             raise OptionError("cu_seqlens_k_new= needs cu_seqlens_q= too; pass both")
         out, lse = core.packed_over_cache(
-            *(q, cu_seqlens_q, cu_seqlens_k_new, *given, cache_leftpad, page_table), **options
+            *(q, cu_seqlens_q, cu_seqlens_k_new, *given, cache_leftpad, page_table),
+            **options,
         )
     return (out, lse) if return_softmax_lse else out
 

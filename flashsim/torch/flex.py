@@ -80,10 +80,13 @@ def flex_attention(
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     if sinks is not None:
         check_sinks(sinks, query)
-    traced = torch.compiler.is_dynamo_compiling() and flex_compiled.known()
-    run = _compiled if traced else uncompiled
-    backend = backend or default_backend(query)
-    out, lse = run(query, key, value, score_mod, block_mask, scale, sinks, backend)
+    if torch.compiler.is_dynamo_compiling() and flex_compiled.known():
+        out, lse = _compiled(query, key, value, score_mod, block_mask, scale, sinks, backend)
+        return (out, lse) if return_lse else out
+    out, lse = uncompiled(
+        *(query, key, value, score_mod, block_mask, scale, sinks),
+        backend=backend or default_backend(query),
+    )
     return (out, lse) if return_lse else out
 
 
@@ -136,7 +139,7 @@ def _compiled(
     block_mask: Any,
     scale: float | None,
     sinks: Tensor | None,
-    backend: str,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Call `flex_compiled.compiled` from code that Dynamo, torch.compile's tracer, traces."""
 
@@ -154,7 +157,7 @@ def _compiled(
         plain if score_mod is None else score_mod,
         (sinks, mask),
         scale,
-        {"backend": backend},
+        {"backend": backend or default_backend(query)},
     )
 
 
@@ -249,7 +252,10 @@ def _same_tiles(
 ) -> bool:
     """Return True if a mask function keeps scores in exactly the blocks a `BlockMask` lists."""
     problem = Problem(
-        *(query.shape[2], key.shape[2]), batch=query.shape[0], heads=query.shape[1], mask_mod=mask
+        *(query.shape[2], key.shape[2]),
+        batch=query.shape[0],
+        heads=query.shape[1],
+        mask_mod=mask,
     )
     schedule = Schedule(problem, Tiling(*block_mask.BLOCK_SIZE))
     ptr, col, _ = schedule.row_csr

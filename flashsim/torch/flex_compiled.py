@@ -43,10 +43,16 @@ def forward(
     sinks: Tensor | None,
     score_arrays: Sequence[Tensor],
     mask_arrays: Sequence[Tensor],
-    **question: Any,
+    *,
+    score: str,
+    mask: str,
+    wanted: Sequence[int],
+    scale: float | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Run `flashsim.run` with functions as text; `wanted` names the arrays that get gradients."""
-    return _passes(score_arrays, mask_arrays, **question).forward(q, k, v, sinks)
+    passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
+    return passes.forward(q, k, v, sinks)
 
 
 @torch.library.custom_op(
@@ -57,10 +63,26 @@ def forward(
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] captured)"
     ),
 )
-def backward(*tensors: Any, **question: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score_arrays: Sequence[Tensor],
+    mask_arrays: Sequence[Tensor],
+    *,
+    score: str,
+    mask: str,
+    wanted: Sequence[int],
+    scale: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Run `flashsim.backward`; return the gradients, with an empty tensor as dsinks if unused."""
-    dout, dlse, out, lse, q, k, v, sinks, *arrays = tensors
-    passes = _passes(*arrays, **question)
+    passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
     dq, dk, dv, dsinks, captured = passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks, captured
 
@@ -68,7 +90,6 @@ def backward(*tensors: Any, **question: Any) -> tuple[Tensor, Tensor, Tensor, Te
 def _passes(
     score_arrays: Sequence[Tensor],
     mask_arrays: Sequence[Tensor],
-    *,
     score: str,
     mask: str,
     wanted: Sequence[int],
@@ -97,9 +118,20 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor
 
 @backward.register_fake
 def _gradient_shapes(
-    *tensors: Any, wanted: Sequence[int], **_: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score_arrays: Sequence[Tensor],
+    mask_arrays: Sequence[Tensor],
+    *,
+    wanted: Sequence[int],
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    q, k, v, sinks, score_arrays, _mask_arrays = tensors[4:]
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     arrays = [score_arrays[n].new_empty(score_arrays[n].shape) for n in wanted]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, arrays

@@ -33,10 +33,19 @@ _QUESTION = (
     schema=f"({_INPUTS}, *, {_QUESTION}) -> (Tensor out, Tensor lse)",
 )
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any, deterministic: bool | None, **question: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    sinks: Tensor | None = None,
+    *,
+    deterministic: bool | None,
+    **question: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q) of `flashsim.run`."""
-    asked = _given(*others) | keywords(**question)
+    asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
     result = execution.run(*map(readable, (q, k, v)), **asked)
     return result.out, result.lse
 
@@ -50,12 +59,23 @@ def forward(
     ),
 )
 def backward(
-    *tensors: Any, deterministic: bool | None, **question: Any
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    sinks: Tensor | None = None,
+    *,
+    deterministic: bool | None,
+    **question: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run `flashsim.backward`; return dq, dk, dv, dbias and dsinks (empty if not computed)."""
-    dout, out, lse, dlse, q, k, v, *others = tensors
-    asked = _given(*others) | keywords(**question)
-    bias, sinks = asked["bias"], asked["sinks"]
+    asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
     asked |= {"dlse": None if dlse is None else readable(dlse), "deterministic": deterministic}
     gradients = execution.backward(*map(readable, (q, k, v, out, lse, dout)), **asked)
     dbias = q.new_empty(0) if bias is None else gradients.dbias
@@ -63,9 +83,7 @@ def backward(
     return gradients.dq, gradients.dk, gradients.dv, dbias, dsinks
 
 
-def _given(
-    bias: Tensor | None, of_q: Any, of_k: Any, sinks: Tensor | None = None
-) -> dict[str, Any]:
+def _given(bias: Tensor | None, of_q: Any, of_k: Any, sinks: Tensor | None) -> dict[str, Any]:
     """Return `flashsim.run`'s keywords for all of the operator's tensors except q, k and v."""
     return {
         **{"cu_seqlens_q": of_q, "cu_seqlens_k": of_k},
@@ -95,7 +113,9 @@ def forward_shapes(
     v: Tensor,
     bias: Tensor | None,
     cu_seqlens_q: Any,
-    *_: Any,
+    cu_seqlens_k: Any,
+    sinks: Tensor | None = None,
+    *,
     algorithm: str,
     deterministic: bool | None,
     backend: str,
@@ -119,12 +139,23 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @backward.register_fake
-def backward_shapes(*tensors: Any, **_: Any) -> tuple[Tensor, ...]:
+def backward_shapes(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    sinks: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return empty tensors shaped like the gradients."""
-    q, k, v, bias, *others = tensors[4:]
-    sinks = others[2] if len(others) > 2 else None
-    given = (q, k, v, bias, sinks)
-    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in given)
+    more = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias, sinks))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *more
 
 
 # -- gradient -------------------------------------------------------------------------------------
@@ -244,18 +275,24 @@ def forward_folded(
     function: Callable[..., Any],
     info: Any,
     dims: tuple[int | None, ...],
-    *tensors: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    sinks: Tensor | None = None,
     **question: Any,
 ) -> Any:
     """Run `forward` or `differentiable` under torch.vmap, with the mapped axis in the batch.
 
     With sinks, `function` runs once per mapped entry, because all entries of a batch share sinks.
     """
-    _refuse_packed(*tensors[4:6])
-    if any(x is not None for x in tensors[6:]):  # sinks
-        return _one_by_one(function, info, dims, *tensors, **question)
-    size, bias = info.batch_size, tensors[3]
-    q, k, v = (_fold(x, dim, size) for x, dim in zip(tensors[:3], dims, strict=False))
+    _refuse_packed(cu_seqlens_q, cu_seqlens_k)
+    if sinks is not None:
+        return _one_by_one(function, info, dims, q, k, v, bias, None, None, sinks, **question)
+    size = info.batch_size
+    q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), dims, strict=False))
     if bias is not None:
         bias = _fold_bias(bias, dims[3], size, len(q) // size)
     out, lse = function(q, k, v, bias, None, None, **question)

@@ -14,7 +14,6 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def install() -> tuple[str, ...]:
             f"torch {torch.__version__} has no register_flash_attention_impl; upgrade torch, or "
             "call flashsim.torch.attention"
         ) from None
-    register_flash_attention_impl(NAME, register_fn=_Activated)
+    register_flash_attention_impl(NAME, register_fn=_activate)
     if importlib.util.find_spec("transformers") is None:
         return ("torch",)
     from flashsim.torch import hugging_face
@@ -79,6 +78,10 @@ class _Activated:
         self.libraries.clear()
 
 
+def _activate() -> _Activated:
+    return _Activated()
+
+
 def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
     library = Library("aten", "IMPL", device)
     with warnings.catch_warnings():  # the user requested the override
@@ -88,72 +91,37 @@ def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
     return library
 
 
-#: Arguments of torch's operators that replacements read, or that have no effect without dropout.
-_KNOWN = frozenset(
-    (
-        *("query", "key", "value", "out", "logsumexp", "grad_out", "grad_out_", "attn_mask"),
-        *("attn_bias", "dropout_p", "is_causal", "scale", "cum_seq_q", "cum_seq_k", "max_q"),
-        *("max_k", "window_size_left", "window_size_right", "compute_log_sumexp"),
-        *("grad_input_mask", "philox_seed", "philox_offset", "rng_state", "unused"),
-    )
-)
+def _of_a_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function `backward`, to return no gradients if torch passes no gradients."""
 
+    @wraps(backward)
+    def checked(grad_out: Tensor | None, *args: Any, **options: Any) -> Any:
+        return (None,) * 3 if grad_out is None else backward(grad_out, *args, **options)
 
-def _replaces(operator: str) -> Callable[..., Any]:
-    """Make a function that gets all arguments as attributes of one object replace an operator.
-
-    Arguments that flashsim does not support raise an error. If a backward pass gets no gradient,
-    it returns none.
-    """
-    schema = getattr(torch.ops.aten, operator).default._schema.arguments
-    names = [argument.name for argument in schema]
-    defaults = {x.name: x.default_value for x in schema if x.has_default_value()}
-
-    def decorated(function: Callable[[Any], Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def replacement(*args: Any, **options: Any) -> Any:
-            if operator.endswith("_backward") and args[0] is None:
-                return (None,) * 3
-            given = defaults | dict(zip(names, args, strict=False)) | options
-            _refuse_dropout(given["dropout_p"])
-            asked = sorted(
-                name
-                for name, value in given.items()
-                if name not in _KNOWN and value is not None and value is not False
-            )
-            if asked:
-                raise UnsupportedError(
-                    f"flashsim's attention does not support {', '.join(asked)}; call "
-                    "torch.nn.attention.restore_flash_attention_impl() to use torch's attention "
-                    "again"
-                )
-            return function(SimpleNamespace(**given))
-
-        return replacement
-
-    return decorated
-
-
-def _refuse_dropout(dropout: float) -> None:
-    if dropout:
-        raise UnsupportedError(
-            f"flashsim's attention has no dropout, got dropout_p={dropout}; pass dropout_p=0"
-        )
+    return checked
 
 
 # -- with a mask ----------------------------------------------------------------------------------
 
 
 def _masked_question(
-    a: Any, q: Tensor, k: Tensor, mask: Tensor | None, *, narrow: bool = True
+    q: Tensor,
+    k: Tensor,
+    dropout: float,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    *,
+    narrow: bool = True,
 ) -> dict[str, Any]:
     """Convert torch's arguments, with a top-left causal mask, to `flashsim.run`'s keywords."""
+    _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
     return {
-        "causal": a.is_causal and square,
-        "mask_mod": top_left() if a.is_causal and not square else None,
+        "causal": causal and square,
+        "mask_mod": top_left() if causal and not square else None,
         "bias": None if mask is None else _as_bias(mask, q, k, narrow=narrow),
-        "scale": a.scale,
+        "scale": scale,
         "backend": default_backend(q),
     }
 
@@ -169,19 +137,58 @@ def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
     return mask.expand(*mask.shape[:2], q.shape[2], k.shape[2]).contiguous()
 
 
-def _with_mask(a: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Run the forward pass; return out in the queries' memory layout, and the LSE."""
-    q, k, v = _dense(a.query, a.key, a.value)
-    result = execution.run(q, k, v, **_masked_question(a, q, k, mask))
-    return _laid_out(result.out, a.query), _by_token(result.lse)
+def _masked_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Replace torch's ``_scaled_dot_product_flash_attention_for_cpu``; keep memory layouts."""
+    q, k, v = _dense(query, key, value)
+    question = _masked_question(q, k, dropout_p, is_causal, attn_mask, scale)
+    result = execution.run(q, k, v, **question)
+    return _laid_out(result.out, query), _by_token(result.lse)
 
 
-def _gradients_with_mask(
-    a: Any, mask: Tensor | None, lse: Tensor, dout: Tensor, *, of_mask: bool = False
+@_of_a_gradient
+def _masked_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Replace torch's ``_scaled_dot_product_flash_attention_for_cpu_backward``."""
+    gradients = _masked_gradients(
+        (query, key, value, out, logsumexp, grad_out),
+        *(dropout_p, is_causal, attn_mask, scale),
+        of_mask=False,
+    )
+    return tuple(map(_by_token, (gradients.dq, gradients.dk, gradients.dv)))
+
+
+def _masked_gradients(
+    tensors: tuple[Tensor, ...],
+    dropout: float,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    *,
+    of_mask: bool,
 ) -> Any:
-    """Run the backward pass; with `of_mask`, the mask is a bias that has a gradient."""
-    q, k, v, out, lse, dout = _dense(a.query, a.key, a.value, a.out, lse, dout)
-    question = _masked_question(a, q, k, mask, narrow=not of_mask)
+    """Return gradients of q, k and v; `tensors` has q, k, v, out, LSE and the gradient of out."""
+    q, k, v, out, lse, dout = _dense(*tensors)
+    question = _masked_question(q, k, dropout, causal, mask, scale, narrow=not of_mask)
     deterministic = torch.are_deterministic_algorithms_enabled() if q.is_cuda else None
     return execution.backward(q, k, v, out, lse, dout, deterministic=deterministic, **question)
 
@@ -201,17 +208,6 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@_replaces("_scaled_dot_product_flash_attention_for_cpu")
-def _masked_forward(a: Any) -> tuple[Tensor, Tensor]:
-    return _with_mask(a, a.attn_mask)
-
-
-@_replaces("_scaled_dot_product_flash_attention_for_cpu_backward")
-def _masked_backward(a: Any) -> tuple[Tensor, ...]:
-    found = _gradients_with_mask(a, a.attn_mask, a.logsumexp, a.grad_out)
-    return tuple(map(_by_token, (found.dq, found.dk, found.dv)))
-
-
 _CPU = {
     "_scaled_dot_product_flash_attention_for_cpu": _masked_forward,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _masked_backward,
@@ -220,60 +216,139 @@ _CPU = {
 # -- CUDA -----------------------------------------------------------------------------------------
 
 
-@_replaces("_flash_attention_forward")
-def _flash_forward(a: Any) -> tuple[Tensor, ...]:
-    """Compute attention of tensors (batch, n, heads, d), or packed ones, (tokens, heads, d)."""
-    q, k, v = (_by_head(x, a.cum_seq_q) for x in (a.query, a.key, a.value))
-    result = execution.run(q, k, v, **_question(a))
-    lse = result.lse if a.cum_seq_q is None else result.lse[0]
-    return _by_row(result.out, a.cum_seq_q), lse, *_no_dropout(a.query)
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, ...]:
+    """Replace torch's ``_flash_attention_forward`` on (batch, n, heads, d) or packed tensors."""
+    _refuse_dropout(dropout_p)
+    asked = sorted(name for name, value in rest.items() if value is not None)
+    if return_debug_mask or asked:
+        raise UnsupportedError(
+            f"flashsim's attention does not support {', '.join(asked or ['return_debug_mask'])}; "
+            "call torch.nn.attention.restore_flash_attention_impl() to use torch's attention "
+            "again"
+        )
+    question = _question(
+        query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
+    )
+    q, k, v = (_by_head(x, cum_seq_q) for x in (query, key, value))
+    result = execution.run(q, k, v, **question)
+    lse = result.lse if cum_seq_q is None else result.lse[0]
+    return _by_row(result.out, cum_seq_q), lse, *_no_dropout(query)
 
 
-@_replaces("_flash_attention_backward")
-def _flash_backward(a: Any) -> tuple[Tensor, ...]:
-    packed, tensors = a.cum_seq_q, (a.query, a.key, a.value, a.out, a.grad_out)
-    q, k, v, out, dout = (_by_head(x, packed) for x in tensors)
-    lse = a.logsumexp if packed is None else a.logsumexp[None]
+@_of_a_gradient
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Replace torch's ``_flash_attention_backward``."""
+    _refuse_dropout(dropout_p)
+    question = _question(
+        query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
+    )
+    q, k, v, out, dout = (_by_head(x, cum_seq_q) for x in (query, key, value, out, grad_out))
+    lse = logsumexp if cum_seq_q is None else logsumexp[None]
     gradients = execution.backward(
         *(q, k, v, out, lse, dout),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_question(a),
+        **question,
     )
-    return tuple(_by_row(x, packed) for x in (gradients.dq, gradients.dk, gradients.dv))
+    return tuple(_by_row(x, cum_seq_q) for x in (gradients.dq, gradients.dk, gradients.dv))
 
 
-@_replaces("_scaled_dot_product_flash_attention")
-def _sdpa_forward(a: Any) -> tuple[Any, ...]:
-    """Compute attention of tensors (batch, heads, n, d)."""
-    ends = n_q, n_k = a.query.shape[2], a.key.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (a.query, a.key, a.value))
+def _sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Replace ``_scaled_dot_product_flash_attention`` of torch, on (batch, heads, n, d)."""
+    n_q, n_k = query.shape[2], key.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *rest = _flash_forward(
-        *(q, k, v, None, None, n_q, n_k, a.dropout_p, a.is_causal, a.return_debug_mask),
-        scale=a.scale,
+        q, k, v, None, None, n_q, n_k, dropout_p, is_causal, return_debug_mask, scale=scale
     )
-    return _laid_out(out.transpose(1, 2), a.query), lse, None, None, *ends, *rest
+    return _laid_out(out.transpose(1, 2), query), lse, None, None, n_q, n_k, *rest
 
 
-@_replaces("_scaled_dot_product_flash_attention_backward")
-def _sdpa_backward(a: Any) -> tuple[Tensor, ...]:
-    like = a.query, a.key, a.value
-    dout, q, k, v, out = (x.transpose(1, 2) for x in (a.grad_out, *like, a.out))
-    options = a.max_q, a.max_k, a.dropout_p, a.is_causal, a.philox_seed, a.philox_offset
-    gradients = _flash_backward(
-        *(dout, q, k, v, out, a.logsumexp, None, None, *options), scale=a.scale
-    )
+@_of_a_gradient
+def _sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Replace torch's ``_scaled_dot_product_flash_attention_backward``."""
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    options = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
+    gradients = _flash_backward(dout, q, k, v, out, logsumexp, None, None, *options, scale=scale)
+    like = (query, key, value)
     return tuple(_laid_out(x.transpose(1, 2), y) for x, y in zip(gradients, like, strict=True))
 
 
-def _question(a: Any) -> dict[str, Any]:
-    sides = (a.window_size_left, a.window_size_right)
+def _question(
+    query: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    left: int | None,
+    right: int | None,
+) -> dict[str, Any]:
     return {
-        "causal": a.is_causal,
-        "window": tuple(-1 if side is None else side for side in sides),
-        "scale": a.scale,
-        "cu_seqlens_q": a.cum_seq_q,
-        "cu_seqlens_k": a.cum_seq_k,
-        "backend": default_backend(a.query),
+        "causal": causal,
+        "window": tuple(-1 if side is None else side for side in (left, right)),
+        "scale": scale,
+        "cu_seqlens_q": cum_seq_q,
+        "cu_seqlens_k": cum_seq_k,
+        "backend": default_backend(query),
     }
 
 
@@ -296,6 +371,13 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
 
+def _refuse_dropout(dropout: float) -> None:
+    if dropout:
+        raise UnsupportedError(
+            f"flashsim's attention has no dropout, got dropout_p={dropout}; pass dropout_p=0"
+        )
+
+
 _CUDA = {
     "_flash_attention_forward": _flash_forward,
     "_flash_attention_backward": _flash_backward,
@@ -306,36 +388,103 @@ _CUDA = {
 # -- CUDA, with a mask: the kernels that torch chooses there ---------------------------------------
 
 
-@_replaces("_scaled_dot_product_efficient_attention")
-def _efficient_forward(a: Any) -> tuple[Tensor, ...]:
-    """Compute attention with a mask; the LSE's rows are padded to a multiple of 32."""
-    out, lse = _with_mask(a, a.attn_bias)
+def _efficient_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Replace torch's ``_scaled_dot_product_efficient_attention``; pad LSE to a multiple of 32."""
+    out, lse = _masked_forward(
+        *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
+    )
     rows = -lse.shape[-1] % 32
-    lse = torch.nn.functional.pad(lse, (0, rows)) if a.compute_log_sumexp else lse[..., :0]
-    state, offset, _ = _no_dropout(a.query)
+    lse = torch.nn.functional.pad(lse, (0, rows)) if compute_log_sumexp else lse[..., :0]
+    state, offset, _ = _no_dropout(query)
     return _by_token(out), lse.contiguous(), state[0].long(), offset.long()
 
 
-@_replaces("_scaled_dot_product_efficient_attention_backward")
-def _efficient_backward(a: Any) -> tuple[Tensor | None, ...]:
-    lse, of_mask = a.logsumexp[..., : a.query.shape[2]].contiguous(), a.grad_input_mask[3]
-    found = _gradients_with_mask(a, a.attn_bias, lse, a.grad_out_, of_mask=of_mask)
-    gradients = map(_by_token, (found.dq, found.dk, found.dv))
-    return (*gradients, found.dbias if of_mask else None)
+@_of_a_gradient
+def _efficient_backward(
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Replace torch's ``_scaled_dot_product_efficient_attention_backward``."""
+    lse = logsumexp[..., : query.shape[2]].contiguous()
+    found = _masked_gradients(
+        (query, key, value, out, lse, grad_out_),
+        *(dropout_p, is_causal, attn_bias, scale),
+        of_mask=grad_input_mask[3],
+    )
+    of_mask = found.dbias if grad_input_mask[3] else None
+    return (*map(_by_token, (found.dq, found.dk, found.dv)), of_mask)
 
 
-@_replaces("_scaled_dot_product_cudnn_attention")
-def _cudnn_forward(a: Any) -> tuple[Any, ...]:
-    out, lse = _with_mask(a, a.attn_bias)
-    state, offset, _ = _no_dropout(a.query)
-    ends = None, None, a.query.shape[2], a.key.shape[2]
+def _cudnn_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Replace torch's ``_scaled_dot_product_cudnn_attention``."""
+    out, lse = _masked_forward(
+        *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
+    )
+    state, offset, _ = _no_dropout(query)
+    ends = None, None, query.shape[2], key.shape[2]
     return out, lse.contiguous()[..., None], *ends, state[0].long(), offset.long(), None
 
 
-@_replaces("_scaled_dot_product_cudnn_attention_backward")
-def _cudnn_backward(a: Any) -> tuple[Tensor, ...]:
-    found = _gradients_with_mask(a, a.attn_bias, a.logsumexp[..., 0], a.grad_out)
-    pairs = zip((found.dq, found.dk, found.dv), (a.query, a.key, a.value), strict=True)
+@_of_a_gradient
+def _cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Replace torch's ``_scaled_dot_product_cudnn_attention_backward``."""
+    found = _masked_gradients(
+        (query, key, value, out, logsumexp[..., 0], grad_out),
+        *(dropout_p, is_causal, attn_bias, scale),
+        of_mask=False,
+    )
+    pairs = zip((found.dq, found.dk, found.dv), (query, key, value), strict=True)
     return tuple(_laid_out(x, like) for x, like in pairs)
 
 

@@ -330,8 +330,9 @@ def _fused_layer(a: Arguments) -> AttentionCall:
     else:
         sizes = Extents(q.shape[0], heads, heads, q.shape[1], k.shape[1], d, d)
     pattern, mask = Pattern(), a["mask"]
-    if mask is not None and not q.is_nested:
-        # True masks a score; a mask of type 1 is for keys, (batch, n).
+    if (
+        mask is not None and not q.is_nested
+    ):  # True masks a score; a mask of type 1 is for keys, (batch, n)
         kept = ~mask.bool()
         kept = kept[:, None, None] if a["mask_type"] == 1 else kept
         pattern = read(kept, sizes.n_q, sizes.n_kv, sizes.batch, heads)
@@ -340,7 +341,9 @@ def _fused_layer(a: Arguments) -> AttentionCall:
         notes.append("its probabilities are returned, which FlashAttention never holds")
     kind = "TransformerEncoderLayer" if "src" in a else "MultiheadAttention"
     return AttentionCall(
-        *("", f"{kind} (fast path)", sizes, dtype_of(q), device_of(q)), pattern=pattern, notes=notes
+        *("", f"{kind} (fast path)", sizes, dtype_of(q), device_of(q)),
+        pattern=pattern,
+        notes=notes,
     )
 
 

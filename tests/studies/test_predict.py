@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashsim
-from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError, functions
+from flashsim import Device, DTypeError, OptionError, Problem, Tiling, UnsupportedError, functions
 from flashsim.backends.launch_policy import family
 from flashsim.backends.launch_policy.hopper import Hopper
 from flashsim.l2 import L2Model, dram
@@ -314,6 +314,8 @@ def test_a_device_with_little_bandwidth_is_bound_by_it():
             OptionError,
             "at least 1 for every stage, got 0 for 'forward'",
         ),
+        ({"heads_in_group": {"forward": True}}, DTypeError, "got True for 'forward'"),
+        ({"heads_in_group": {"forward": 1.5}}, DTypeError, "got 1.5 for 'forward'"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(options, error, message):

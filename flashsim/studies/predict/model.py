@@ -20,7 +20,7 @@ from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, UnsupportedError, own_errors, shown
+from flashsim.errors import DTypeError, OptionError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -164,6 +164,8 @@ def predict(
     passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, device)
     known = CALIBRATED[kernels] if constants is None else constants
     for name, heads in ({} if heads_in_group is None else heads_in_group).items():
+        if not checks.is_int(heads):
+            raise DTypeError(f"heads_in_group= must have integers, got {shown(heads)} for {name!r}")
         if heads < 1:
             raise OptionError(
                 f"heads_in_group= must be at least 1 for every stage, got {heads!r} for {name!r}"
