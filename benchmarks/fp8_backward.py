@@ -141,7 +141,7 @@ def bound() -> Iterator[report.Table]:
     table = report.Table("A visit of 64 queries by 128 keys, head_dim 128", columns)
     for one in PRODUCTS:
         numbers = (f"{x:.0f}" for size in (2, 1) for x in (one.kilobytes(size), one.cycles(size)))
-        table.rows.append((one.name, one.left, one.right, *numbers))
+        table.add(one.name, one.left, one.right, *numbers)
     yield table
     columns = ("in FP8", "products, KB", "other, KB", "shared memory, cycles", "products, cycles")
     table = report.Table(
@@ -159,7 +159,7 @@ def bound() -> Iterator[report.Table]:
         )
         other = arrive * 64 * 128 / 1024 + ds * 64 * 128 / 1024 + 2 * 4 * 64 * 128 / 1024 + 32
         cells = (f"{x:.0f}" for x in (read, other, (read + other) * 1024 / 128, products))
-        table.rows.append((part, *cells))
+        table.add(part, *cells)
     yield table
 
 
@@ -253,7 +253,7 @@ def errors(lengths: tuple[int, ...], heads: int) -> Iterator[report.Table]:
             for name, one in wrong.items():
                 own = wrong["bfloat16"]
                 cells = (f"{e:.2e}" for e in one.values())
-                table.rows.append((name, *cells, *(f"{one[g] / own[g]:.1f}" for g in one)))
+                table.add(name, *cells, *(f"{one[g] / own[g]:.1f}" for g in one))
             yield table
 
 
@@ -265,7 +265,7 @@ def _relative(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
 @contextmanager
 def products(part: str) -> Iterator[None]:
     """Within the context, new launches of the fused backward have these products in FP8."""
-    known = hopper_kernels.backward_kernel
+    known, text = hopper_kernels.backward_kernel, nvrtc.text
 
     def changed(*made_for: Any) -> Kernel:
         kernel = known(*made_for)
@@ -276,7 +276,7 @@ def products(part: str) -> Iterator[None]:
     try:
         yield
     finally:
-        hopper_kernels.backward_kernel = known
+        hopper_kernels.backward_kernel, nvrtc.text = known, text
 
 
 def speed(repetitions: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -330,10 +330,7 @@ def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bo
     The predicted gain must exceed the possible cost of additional L2 misses. With many waves, the
     function returns False without a comparison.
     """
-    if walks * len(items) > _ROUNDS * places:
-        return False
-    at_once, one_by_one = (makespan(items, walks, places, x) for x in (walks, clump))
-    return at_once < (1 - 2 * _DOUBT) * one_by_one
+    return bool(_sooner([walks], walks, items, places, clump))
 
 
 def heads_together(
@@ -356,8 +353,6 @@ def heads_together(
     drift : int
         How far blocks get ahead of others, relative to the kernel for head dims up to 128.
     """
-    if walks * len(items) > _ROUNDS * places:
-        return clump
 
     def aligned(size: int) -> bool:
         """Return whether blocks find most rows in L2 that other blocks of the group have read."""
@@ -369,13 +364,25 @@ def heads_together(
         whole = size == walks or abs(waves - max(1, round(waves))) <= _BESIDE
         return whole or (waves >= 1.5 and 8 * live * drift <= 1 and 4 * live * waves <= 1)
 
-    groups = range(1, -(-walks // clump))
-    sizes = {size for n in groups if (size := -(-walks // n)) > clump and aligned(size)}
-    ends_at = {size: makespan(items, walks, places, size) for size in sizes}
-    first = min(ends_at.values(), default=math.inf)
-    if first >= (1 - 2 * _DOUBT) * makespan(items, walks, places, clump):
-        return clump
-    return min(size for size, end in ends_at.items() if end <= (1 + _SAME) * first)
+    sizes = (-(-walks // groups) for groups in range(1, -(-walks // clump)))
+    larger = (size for size in sizes if size > clump and aligned(size))
+    ends_at = _sooner(larger, walks, items, places, clump)
+    soon = (1 + _SAME) * min(ends_at.values(), default=math.inf)
+    return min((size for size, end in ends_at.items() if end <= soon), default=clump)
+
+
+def _sooner(
+    sizes: Iterable[int], walks: int, items: np.ndarray, places: int, clump: int
+) -> dict[int, float]:
+    """Return the end of the last work tile for head groups of each of `sizes` heads.
+
+    The result is empty if no size ends clearly sooner than `clump`, or if there are many waves.
+    """
+    if walks * len(items) > _ROUNDS * places:
+        return {}
+    ends_at = {size: makespan(items, walks, places, size) for size in set(sizes)}
+    latest = (1 - 2 * _DOUBT) * makespan(items, walks, places, clump)
+    return ends_at if min(ends_at.values(), default=math.inf) < latest else {}
 
 
 def fastest_first(
