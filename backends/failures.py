@@ -4,8 +4,6 @@ Errors of CuPy, torch, numba-cuda and cuda.core are recognised by their class na
 libraries are not imported.
 """
 
-from __future__ import annotations
-
 from flashsim.errors import BackendUnavailable
 
 _EXTRAS = "'flashsim-attention[cuda13]' or 'flashsim-attention[cuda12]'"

@@ -9,8 +9,6 @@ CuPy copies NumPy inputs to the GPU, and the results back to the CPU. For torch 
 on torch's current CUDA stream. For all other arrays, kernels run on CuPy's current stream.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Run `algorithm="flash-decode"` on a GPU in one or two launches, with reusable memory."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

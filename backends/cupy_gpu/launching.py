@@ -5,8 +5,6 @@ ends) need launch attributes, which CuPy cannot set. The launch attributes are s
 driver's library.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager

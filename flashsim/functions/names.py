@@ -1,7 +1,5 @@
 """Lists the functions that can be traced, by their names in Python, NumPy, torch and JAX."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """What run, Result.backward, count and compare return and refuse."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -4,8 +4,6 @@ Each parameter of the public functions meets every value of `WRONG`. What it tak
 by name; everything else must be refused with a `FlashSimError` that is also a built-in.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """benchmarks/cpu_queue.py: who takes which item when, and which items there are."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A kernel calls the score function through a pointer, so a new function needs no new kernel.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The lanes of a panel are either queries or keys. A start and two strides (per ro
 each score's index in the bias, index in the mask's bits, and distance from the diagonal.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

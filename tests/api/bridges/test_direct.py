@@ -1,7 +1,5 @@
 """Calls that go straight to an engine: checked once, never taken for others, the same numbers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Pallas kernels, traced: their bytes are those of a hand count and of `flashsim.count`."""
 
-from __future__ import annotations
-
 import csv
 import enum
 import functools
