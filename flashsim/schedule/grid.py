@@ -1,5 +1,7 @@
 """`Grid`: a problem's row and column tiles, and the pairs that causal or windowed loops visit."""
 
+from __future__ import annotations
+
 from functools import cached_property
 
 import numpy as np
