@@ -11,7 +11,7 @@ from flashsim.problem.precision import Precision
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.precision.input_kinds import draw
+from flashsim.studies.precision import draw
 from flashsim.studies.reproduce.page import Published
 
 #: Root mean square errors: arXiv:2407.08608, table 3 (half precision and FP8, e4m3).
