@@ -14,7 +14,7 @@ from flashsim.problem.hardware import MIB, Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.reproduce.page import Published
+from flashsim.studies.reproduce.page import published
 
 #: Figure 2: GPT-2 medium on an A100, N = 1024, d = 64, 16 heads, batch 64, half precision.
 FIGURE_2 = Problem(1024, head_dim=64, batch=64, heads=16, dtype="float16")
@@ -41,7 +41,7 @@ def hbm() -> list[Table]:
     # Only bytes are counted, also for tiles that are too wide for the device.
     roomy = replace(Device.get("A100"), sram_bytes=4 * MIB)
     p, source = FIGURE_2, "arXiv:2205.14135, figure 2: N = 1024, d = 64, 16 heads, batch 64, A100"
-    left = Published("Figure 2 (left): forward and backward", source)
+    left = published("Figure 2 (left): forward and backward", source)
     scores = p.batch * p.heads * p.n_q * p.n_kv * p.itemsize
     standard, flash = (_both(name, Tiling(128, 256), roomy) for name in ("standard", "flash1"))
     whys = (
@@ -68,7 +68,7 @@ def hbm() -> list[Table]:
         flops[1] / flops[0],
         "ours counts only products: 14 / 12",
     )
-    middle = Published("Figure 2 (middle): forward, over the width of a key block B_c", source)
+    middle = published("Figure 2 (middle): forward, over the width of a key block B_c", source)
     for block in (64, 128, 256, 512):
         counted = traffic.count_schedule(p, Tiling(64, block), "flash1", "forward", roomy)
         why = "printed as a curve; falls as 1 / B_c" if block == 64 else ""
@@ -78,7 +78,7 @@ def hbm() -> list[Table]:
 
 def memory() -> list[Table]:
     """Recompute table 21 of the paper: the memory of standard attention and FlashAttention."""
-    table = Published(
+    table = published(
         "Table 21: memory footprint, MiB (printed as MB)",
         "arXiv:2205.14135, table 21, 16 x 8 heads, d = 64. The paper's PyTorch figures are exactly "
         "4 S + 10 T, where S is an N x N matrix and T a tensor such as q; its FlashAttention "

@@ -12,7 +12,7 @@ from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.precision import draw
-from flashsim.studies.reproduce.page import Published
+from flashsim.studies.reproduce.page import published
 
 #: Root mean square errors: arXiv:2407.08608, table 3 (half precision and FP8, e4m3).
 PAPER = {
@@ -62,7 +62,7 @@ def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
                     apart[way] = _error([_square(followed, outs[name][..., :rows, :])])
         for name, out in outs.items():
             squares[name].append(_square(out, exact))
-    table = Published(
+    table = published(
         f"Root mean square error, {n:,} queries and keys, d = {D}, {seeds} seeds of {queries} rows",
         "arXiv:2407.08608, table 3; difference from float64 on the inputs before rounding. The "
         "paper does not print the shape, and errors grow with N. Without rotation, a few rows "
@@ -84,7 +84,7 @@ _ACCUMULATORS = {
 
 
 def _flushed(apart: dict[str, float], n: int, rows: int) -> Table:
-    table = Published(
+    table = published(
         f"FP8 accumulators of 14 bits: out's difference from sums in float32, {BEST}, N = {n:,}",
         "Hopper's tensor cores keep 14 bits of 32 products and the running sum (DeepSeek-V3, "
         f"arXiv:2412.19437, section 3.5.2, which flushes after every 128 products); tiles are "

@@ -12,7 +12,7 @@ from flashsim.problem.hardware import KIB, MIB, Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.reproduce.page import Published
+from flashsim.studies.reproduce.page import published
 
 
 def bounds() -> list[Table]:
@@ -23,13 +23,13 @@ def bounds() -> list[Table]:
     """
     n, d = 256, 32
     shape = f"N = {n}, d = {d}, float32, executed"
-    above = Published(
+    above = published(
         f"Theorem 2: FlashAttention's HBM accesses, elements, over M; {shape}",
         "arXiv:2205.14135, theorem 2: O(N^2 d^2 / M), an order of growth. A constant ratio "
         "confirms it; the constant depends on the algorithm. The ratio grows once the N d accesses "
         "that no tile avoids are a large share",
     )
-    below = Published(
+    below = published(
         f"Lower bounds on any attention's HBM accesses, elements, over M; {shape}",
         "arXiv:2402.07443 (Saha and Ye), also orders of growth: N^2 d^2 / M for M >= d^2 = "
         f"{d * d:,}, and N^2 d / sqrt(M) for smaller M, so FlashAttention is optimal only for M >= "
@@ -67,7 +67,7 @@ def _parts(n: int, d: int, m: int, order: float) -> str:
 
 def order() -> list[Table]:
     """Compare KV-outer (FlashAttention) with Q-outer loops (FlashAttention-2) on the same tiles."""
-    table = Published(
+    table = published(
         "Forward HBM bytes, KV-outer / Q-outer, N = 4096, d = 128, bf16",
         "arXiv:2307.08691, section 3: the loops are swapped, so O, l and m stay on chip",
     )

@@ -10,7 +10,7 @@ from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies import ladder
-from flashsim.studies.reproduce.page import Published
+from flashsim.studies.reproduce.page import published
 
 #: Accesses per element, from arXiv:1805.02867, sections 2 and 3. Its abstract: "up to 1.3x" faster.
 PAPER_ACCESSES = {"naive": 3, "stable": 4, "online": 3}
@@ -23,7 +23,7 @@ PAPER_ERROR = {"baseline": 3.2e-4, "FlashAttention-2": 1.9e-4}
 
 def softmax() -> list[Table]:
     """Run naive, safe and online softmax, and count their memory accesses per element."""
-    table = Published(
+    table = published(
         "Memory accesses per element",
         "arXiv:1805.02867; executed on 256 x 1,000 scores in chunks of 64",
     )
@@ -43,7 +43,7 @@ def softmax() -> list[Table]:
 
 def error(n: int = 1024, seeds: int = 2) -> list[Table]:
     """Recompute table 3: errors for inputs with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001)."""
-    table = Published(
+    table = published(
         f"Root mean square error in half precision, N = {n:,}, d = 128, {seeds} seeds",
         "arXiv:2407.08608, table 3, which does not print its shape. Ours are smaller at every N "
         "from 32 to 4,096, because they are differences from float64 on the float16 inputs; "

@@ -8,7 +8,7 @@ from flashsim.problem.hardware import KIB, MIB, Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.reproduce.page import Published
+from flashsim.studies.reproduce.page import published
 
 #: The paper states 24 MiB of L2 without partitions; NVIDIA's data sheet states 48 SMs.
 GB10 = Device(
@@ -23,7 +23,7 @@ GB10 = Device(
 
 def sawtooth() -> list[Table]:
     """Compare the L2 misses of straight and sawtooth loops over keys that exceed L2."""
-    table = Published(
+    table = published(
         "Share of L2 misses that sawtooth loops save, %, one head, d = 64, half precision",
         "arXiv:2601.16032 (abstract: 50 % or more on GB10). Ours: the L2 model, tiles of 64 x 64, "
         "one block per SM, all at the same speed, a fully associative cache; misses without the "
