@@ -21,7 +21,7 @@ from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
 from flashsim.schedule.split import Split
 from flashsim.schedule.tensors import COL, ROW, TILE
 from flashsim.schedule.tiling import Tiling
-from flashsim.trace.events import PHASES, ROLES, StageTrace, gain, step_ends
+from flashsim.trace.events import PHASES, ROLES, StageTrace, Structured, gain, step_ends
 from flashsim.trace.recording import Own
 
 #: Limits for a user's own algorithm: tensors, stages, and events per stage.
@@ -157,7 +157,7 @@ def own_name(name: Any) -> bool:
     return isinstance(name, str) and name.isidentifier() and len(name) <= 24
 
 
-def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
+def shape_of_costs(shape: tuple[int, ...], events: Structured) -> None:
     """Raise an error unless a stage's table of FLOPs and bytes has one row per "compute" event."""
     needed = int((events["op"] == COMPUTE).sum()), len(KINDS) + 2
     if shape != needed:
@@ -358,7 +358,7 @@ def within(what: str, values: np.ndarray, low: int, high: int) -> None:
 
 
 def events(
-    table: np.ndarray,
+    table: Structured,
     walk: plans.Stage,
     of: Problem,
     tiling: Tiling,
@@ -400,7 +400,7 @@ def events(
         raise ValueError(what + "its events compute nothing")
 
 
-def order(table: np.ndarray, walk: plans.Stage) -> None:
+def order(table: Structured, walk: plans.Stage) -> None:
     """Raise an error unless each visit computes something, and each step frees all buffers."""
     if not len(table):
         return
@@ -426,7 +426,7 @@ def moved(stages: Sequence[StageTrace]) -> None:
         raise ValueError("the trace moves no bytes between HBM and SRAM")
 
 
-def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
+def timeline(spans: Structured, stages: Sequence[Any], of: Problem) -> None:
     """Raise an error unless spans have known stages, heads and tiles, and end after they begin."""
     within("timeline: stage", spans["stage"], 0, len(stages))
     within("timeline: sm", spans["sm"], 0, 1 << 15)
