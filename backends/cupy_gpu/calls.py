@@ -30,7 +30,7 @@ from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts, timeline
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
-from flashsim.trace.events import StageTrace
+from flashsim.trace.events import StageTrace, Structured
 
 Load = Callable[[Kernel, int], Any]
 
@@ -454,7 +454,7 @@ class Plan:
             for number, (one, report) in enumerate(zip(self.passes, reports, strict=True))
             if one.kernel.shared_bytes  # row-wise passes have no visits
         ]
-        spans = np.concatenate(parts)
+        spans: Structured = np.concatenate(parts)
         first = spans["start_ns"].min()
         spans["start_ns"] -= first
         spans["end_ns"] -= first
