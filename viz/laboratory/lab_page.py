@@ -22,7 +22,7 @@ from flashsim.viz.laboratory.javascript import PRELUDE, translated
 from flashsim.viz.palette import THEMES
 from flashsim.viz.player.page import Page, assembled
 
-_SCRIPTS = ("model.js", "sentence.js", "figures.js", "lab.js")
+_SCRIPTS = ("model.js", "sentence.js", "figures.js", "map.js", "controls.js", "lab.js")
 
 
 @own_errors
