@@ -157,12 +157,12 @@ class Interpreter:
             tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
             ours = getattr(tl.make_block_ptr, "__module__", "") == block_pointers.__name__
             if not has_blocks and not ours:
-                self.with_block_pointers(builder)
+                self.with_block_pointers()
             return scope
 
         return patched
 
-    def with_block_pointers(self, builder: Any) -> None:
+    def with_block_pointers(self) -> None:
         """Add flashsim's block pointers to Triton's language."""
         tl = self.at.tl
 
@@ -175,8 +175,7 @@ class Interpreter:
 
         make.__module__ = block_pointers.__name__
         tl.make_block_ptr, tl.advance = make, block_pointers.advance
-        tl.load = block_pointers.loading(tl.load, builder)
-        tl.store = block_pointers.storing(tl.store, builder)
+        tl.load, tl.store = block_pointers.loading(tl.load), block_pointers.storing(tl.store)
 
     def _tuning(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Run one configuration of an autotuned kernel, without timing any configuration."""
@@ -228,7 +227,6 @@ class Interpreter:
         put = lambda name, value: self._put(builder, name, value)  # noqa: E731
         put("grid_idx", getattr(builder, "grid_idx", None))
         put("grid_dim", getattr(builder, "grid_dim", None))
-        put("load_extras", len(inspect.signature(builder.create_masked_load).parameters) - 3)
         for name, make in HOOKED.items():
             if hasattr(builder, name):
                 put(name, partial(make, self, getattr(builder, name)))
