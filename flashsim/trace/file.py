@@ -47,7 +47,7 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace import validate
 from flashsim.trace.archive import Archive
-from flashsim.trace.events import EVENT, PHASES, ROLES, TIMELINE, StageTrace
+from flashsim.trace.events import EVENT, PHASES, ROLES, TIMELINE, StageTrace, Structured
 from flashsim.trace.recording import Recording
 from flashsim.version import __version__
 
@@ -357,7 +357,7 @@ def _events(
     (length,) = shapes[name]
     limits.check_length(length)
 
-    def check(part: np.ndarray) -> None:
+    def check(part: Structured) -> None:
         _recode(part, names, tensors)
         limits.check_events(part, length)
 
@@ -407,7 +407,7 @@ def _sizes(names: Iterable[str], shapes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {shapes.get(name, 'missing')}" for name in sorted(names))
 
 
-def _pack_timeline(spans: np.ndarray) -> dict[str, np.ndarray]:
+def _pack_timeline(spans: Structured) -> dict[str, np.ndarray]:
     fields = {name: spans[name] for name in TIMELINE.names or ()}
     fields["end_ns"] = fields["end_ns"] - fields["start_ns"]
     fields["start_ns"] = np.diff(fields["start_ns"], prepend=0)
@@ -417,7 +417,7 @@ def _pack_timeline(spans: np.ndarray) -> dict[str, np.ndarray]:
 def _unpack_timeline(
     shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray]
 ) -> np.ndarray:
-    spans = np.zeros(shapes["timeline_sm"], TIMELINE)
+    spans: Structured = np.zeros(shapes["timeline_sm"], TIMELINE)
     for name in TIMELINE.names or ():
         if shapes[f"timeline_{name}"] != spans.shape:
             raise ValueError(
@@ -430,7 +430,7 @@ def _unpack_timeline(
     return spans
 
 
-def _recode(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[str]) -> None:
+def _recode(table: Structured, names: dict[str, list[str]], tensors: Sequence[str]) -> None:
     """Replace the codes in a table of a file by this version's codes for the same names."""
     for field, ours in {**_NAMES, "tensor": tensors}.items():
         if field in (table.dtype.names or ()):

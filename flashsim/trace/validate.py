@@ -21,7 +21,7 @@ from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
 from flashsim.schedule.split import Split
 from flashsim.schedule.tensors import COL, ROW, TILE
 from flashsim.schedule.tiling import Tiling
-from flashsim.trace.events import PHASES, ROLES, StageTrace, gain, step_ends
+from flashsim.trace.events import PHASES, ROLES, StageTrace, Structured, gain, step_ends
 from flashsim.trace.recording import Own
 
 #: Limits for a user's own algorithm: tensors, stages, and events per stage.
@@ -157,7 +157,7 @@ def own_name(name: Any) -> bool:
     return isinstance(name, str) and name.isidentifier() and len(name) <= 24
 
 
-def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
+def shape_of_costs(shape: tuple[int, ...], events: Structured) -> None:
     """Raise an error unless a stage's table of FLOPs and bytes has one row per "compute" event."""
     needed = int((events["op"] == COMPUTE).sum()), len(KINDS) + 2
     if shape != needed:
@@ -354,7 +354,7 @@ class StageLimits:
             needs = "" if self.own else ", for its problem and tiling"
             raise ValueError(f"{self.what} must have {steps} to {most} events{needs}, got {length}")
 
-    def check_events(self, table: np.ndarray, length: int) -> None:
+    def check_events(self, table: Structured, length: int) -> None:
         """Raise an error unless consecutive events have valid heads, tiles and byte counts.
 
         The argument `length` is the number of all events of the stage.
@@ -389,7 +389,7 @@ class StageLimits:
             raise ValueError(what + "its events compute nothing")
 
 
-def order(table: np.ndarray, what: str) -> None:
+def order(table: Structured, what: str) -> None:
     """Raise an error unless each visit computes something, and each step frees all buffers."""
     if not len(table):
         return
@@ -414,7 +414,7 @@ def moved(stages: Sequence[StageTrace]) -> None:
         raise ValueError("the trace moves no bytes between HBM and SRAM")
 
 
-def timeline(spans: np.ndarray, stages: Sequence[StageLimits], of: Problem) -> None:
+def timeline(spans: Structured, stages: Sequence[StageLimits], of: Problem) -> None:
     """Raise an error unless spans have known stages, heads and tiles, and end after they begin."""
     within("timeline: stage", spans["stage"], 0, len(stages))
     within("timeline: sm", spans["sm"], 0, 1 << 15)
