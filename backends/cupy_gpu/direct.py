@@ -176,11 +176,11 @@ class Direct:
         (d, d_v), sizes = self._dims, plan.sizes
         if sizes.dq.width == d and sizes.dv.width == d_v:
             return dq, dk, dv
-        widths = (dq, d, sizes.dq.width), (dk, d, sizes.dk.width), (dv, d_v, sizes.dv.width)
-        dq, dk, dv = (
-            x if keep == width else space.result(x, keep, width) for x, keep, width in widths
+        return (
+            space.result(dq, d, sizes.dq.width),
+            space.result(dk, d, sizes.dk.width),
+            space.result(dv, d_v, sizes.dv.width),
         )
-        return dq, dk, dv
 
 
 def _makers(space: arrays.TorchSpace, plan: Plan) -> tuple[Callable[[], Any] | None, ...]:
