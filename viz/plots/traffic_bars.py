@@ -1,7 +1,5 @@
 """Four plots of bytes: by tensor, step by step, in SRAM, and the difference of two traces."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
