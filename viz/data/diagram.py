@@ -6,6 +6,8 @@ grid. A matrix of scores is drawn as the grid itself. Input tensors are drawn at
 grid and above it, and results at the right and below it.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from flashsim.errors import OptionError, UnsupportedError

@@ -1,5 +1,7 @@
 """Read the data that plots accept: traces, counts, results, comparisons, sweeps, or lists."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The panels beside an animation's diagram: byte totals, transfers of a step, and m and l."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,6 +5,8 @@ page evaluates the same formulas as `counts.forms`, `counts.work` and `schedule.
 in the polynomials stand for sums over visits (tile pairs), which `model.js` computes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any

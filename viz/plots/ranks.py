@@ -1,5 +1,7 @@
 """Plots of distributed attention: when each rank computes, and efficiency against rank count."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any

@@ -1,5 +1,7 @@
 """Plots of a device's roofline, with algorithms or with series of measured kernels."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

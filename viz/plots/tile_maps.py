@@ -1,5 +1,7 @@
 """Plots of the score matrix: what the mask keeps, and the order and cost of computed tiles."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

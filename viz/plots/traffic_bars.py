@@ -1,5 +1,7 @@
 """Four plots of bytes: by tensor, step by step, in SRAM, and the difference of two traces."""
 
+from __future__ import annotations
+
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
