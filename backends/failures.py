@@ -47,8 +47,17 @@ class Explaining:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and (meaning := _meaning(error)):
-            raise BackendUnavailable(meaning) from error
+        if isinstance(error, Exception):
+            explain(error)
+
+
+def explain(error: Exception) -> None:
+    """Raise `BackendUnavailable` from an exception about a GPU failure; ignore other exceptions.
+
+    In an `except` clause, it costs a call without a failure less time than `Explaining`.
+    """
+    if meaning := _meaning(error):
+        raise BackendUnavailable(meaning) from error
 
 
 def _meaning(error: Exception) -> str | None:

@@ -24,6 +24,7 @@ def tensors(n_q=5, n_kv=9, dtype=torch.float64):
 def kept(monkeypatch):
     """The calls that are kept; none as a test begins."""
     monkeypatch.setattr(direct, "_READY", {})
+    monkeypatch.setattr(direct, "_EXACT", {})
     return lambda: len(direct._READY)
 
 
