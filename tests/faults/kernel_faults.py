@@ -7,8 +7,6 @@ those that show by luck only: the portable kernels' first tiles, not awaited, ma
 the time that all copies are under way; test_emulated.py has that one: nothing is early there.
 """
 
-from __future__ import annotations
-
 from faults import Fault
 
 HOPPER_FORWARD = "hopper/forward.cu"
