@@ -351,6 +351,7 @@ class Plan:
         self.sizes, self.dtype = NewArrays.of(p), p.dtype
         self.summed = summed_up(self.sizes, p.dtype, algorithm)
         self.ordered = ordered
+        self.rounds = any(dict(one.kernel.constants).get("FS_ROUNDS") for one in passes)
         each = (x for one in passes for x in (*one.before, one))
         self.launches = tuple(ReadyPass(x, device, load) for x in each)
 
@@ -369,17 +370,30 @@ class Plan:
 
     def new_arrays(self, space: arrays.Space, like: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Allocate dQ, dK, dV, scratch memory and semaphores; the last two may be None."""
-        sizes, summed, scratch, turns = self.sizes, self.summed, None, None
+        sizes, scratch, turns = self.sizes, None, None
         dq = space.empty(sizes.dq.shape, like)
         dk = space.empty(sizes.dk.shape, like)
         dv = space.empty(sizes.dv.shape, like)
-        if summed is not None:
-            # One array for dQ's accumulator, followed by delta: each allocation costs the host 1 to
-            # 2 µs.
-            scratch = space.empty((summed + sizes.rows,))
+        if self.summed is not None:
+            scratch = space.empty((self.scratch,))
         if self.ordered:
             turns = space.counters((sizes.rows, 2))
         return dq, dk, dv, scratch, turns
+
+    @property
+    def scratch(self) -> int:
+        """The number of float32 elements of a backward's scratch memory.
+
+        One array holds dQ's accumulator, delta, and what counts the additions to dQ: each
+        allocation costs the host 1 to 2 µs.
+        """
+        counters = 2 + 2 * self.sizes.rows if self.rounds else 0
+        return self._counted + counters
+
+    @property
+    def _counted(self) -> int:
+        """Where the counters of additions start, whose first two are one number of 8 bytes."""
+        return -(-((self.summed or 0) + self.sizes.rows) // 2) * 2
 
     def head(
         self,
@@ -392,6 +406,7 @@ class Plan:
         """Return the `Call.head` of a backward pass that writes to `made` (from `new_arrays`)."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
+        turns = scratch + 4 * self._counted if self.rounds else turns
         return (
             *(*places, *sizes.dq.at(dq), *sizes.dk.at(dk), *sizes.dv.at(dv)),
             *(lse, scratch + 4 * (summed or 0), scratch if summed else dq, turns, dlse, 0, 0),

@@ -121,7 +121,8 @@ class Variant:
     blocks add to dQ in a fixed order.
 
     With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
-    a launch lets the next launch of the pass begin.
+    a launch lets the next launch of the pass begin. If `rounds` is not 0, the fused Hopper kernel
+    rounds dQ itself, and each visit adds `rounds` pieces to dQ (kernels/hopper/kv_outer.cuh).
     """
 
     spans: bool
@@ -139,6 +140,7 @@ class Variant:
     more: bool = False
     fused: bool = False
     ordered: bool = False
+    rounds: int = 0
 
 
 @dataclass(frozen=True)

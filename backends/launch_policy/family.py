@@ -193,6 +193,13 @@ class Family(ABC):
         """Return whether a fused pass should compute a visit's dQ in the next visit."""
         return False
 
+    def rounds(self, problem: Problem, tiling: Tiling) -> int:
+        """Return how many pieces of dQ a visit of the fused kernel adds, if it also rounds dQ.
+
+        The result is 0 if another kernel rounds dQ. Reports and ordered sums need that kernel.
+        """
+        return 0
+
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Return whether a KV-outer pass alternates between the query heads of a GQA group."""
         return False
@@ -276,8 +283,11 @@ def _passes(
             'problem (they would add to dQ in no fixed order); use algorithm="flash2", whose '
             "three passes are deterministic"
         )
-    passes = []
+    passes, fused = [], algorithm == "flash2-fused"
+    rounds = family.rounds(problem, tiling) if fused and not (report or ordered) else 0
     for stage in plans.stages(problem, algorithm, direction):
+        if stage.converts and rounds:
+            continue
         by: Literal["row", "col"] = "row" if stage.outer == "queries" else "col"
         tables = lower(Schedule(problem, tiling, stage.outer, key_order), by)
         tables = in_turns(tables) if ordered and by == "col" else tables
@@ -292,6 +302,7 @@ def _passes(
             once=stage.once,
             fused=algorithm != "flash2",
             ordered=ordered,
+            rounds=rounds,
         )
         walks, _ = plans.heads_of(stage, problem)
         first, launches, clump = 0, list[KernelPass](), how.clump

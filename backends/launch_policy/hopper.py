@@ -52,11 +52,13 @@ class Hopper(Family):
     """The family of kernels that use Hopper's own instructions.
 
     Error texts for unsupported passes suggest the kernel family that `instead` names. With
-    `brings_tiles`, the forward kernel loads parts of a captured array by TMA.
+    `brings_tiles`, the forward kernel loads parts of a captured array by TMA. With `rounds_dq`, the
+    fused kernel up to a head_dim of 128 rounds dQ itself.
     """
 
     instead: str = "portable"
     brings_tiles: bool = False
+    rounds_dq: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return the reason why the Hopper kernels cannot run this pass, or None if they can."""
@@ -216,6 +218,10 @@ class Hopper(Family):
         items, steps = walk.walks * tables.tiles, p.group * int(tables.visits[0])
         return remainder(items, steps, *_item_times(walk), gpu)
 
+    def rounds(self, problem: Problem, tiling: Tiling) -> int:
+        """Return how many pieces of dQ a visit of the fused kernel adds, if it also rounds dQ."""
+        return 2 if self.rounds_dq and widest(problem) <= 128 else 0
+
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ in the next visit.
 
@@ -312,7 +318,7 @@ class Hopper(Family):
         return replace(made, overlaps=True)
 
 
-HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
+HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True, rounds_dq=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:

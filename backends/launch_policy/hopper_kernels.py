@@ -119,7 +119,9 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
     adds = adds_statistics(problem, tiling, once=variant.once)
     rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
-    shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
+    rounds = 0 if wide else variant.rounds
+    barriers = 2 + 2 * stages + (0 if wide else 4) + (2 if rounds else 0)
+    shared = on_chip(tiles + 4 * rows * bq, barriers)
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     rows = bq // 2 if d == 64 else bq  # queries in a warpgroup's piece of dQ
     leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
@@ -131,6 +133,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
         | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
         | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse}
         | {"STATISTICS": adds}
+        | ({"ROUNDS": rounds} if rounds else {})
         | ({"SCORE_LATE": 1} if problem.score_mod is not None and bq == 128 else {}),
         boxes,
         variant.cluster,

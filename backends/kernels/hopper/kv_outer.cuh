@@ -243,6 +243,92 @@ __device__ inline void pass_turn(u32* turn) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
 }
 
+#if FS_ROUNDS
+// dQ is rounded here, not by a kernel that runs afterwards: then L2 still has its float32 sums, and
+// other blocks compute products meanwhile. `Args.turns` holds, set up by flash_delta: how many row
+// tiles are claimed and how many are complete; then, alternately, the number of additions that a
+// row tile still lacks, and an entry of the list of complete row tiles. Row tile i of query head
+// `walk` has number walk * n_q + i, and is listed as that plus 1.
+__device__ inline u32* additions_left(const Args& a, u32 tile) { return a.turns + 2 + 2 * i64(tile); }
+__device__ inline u32* listed(const Args& a, u32 n) { return a.turns + 3 + 2 * i64(n); }
+
+// One thread, for an addition to a row tile that is complete. The last one puts the tile on the list.
+__device__ inline void count_addition(const Args& a, u32 tile) {
+    u32 left;
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], -1;"
+                 : "=r"(left) : "l"(additions_left(a, tile)) : "memory");
+    if (left != 1) return;
+    u32* const to = listed(a, atomicAdd(a.turns + 1, 1));
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(to), "r"(tile + 1) : "memory");
+}
+
+// A warpgroup: rounds and stores complete row tiles of dQ, until no more are listed. `claimed` is
+// the warpgroup's own in shared memory, `barrier` its named barrier.
+__device__ __forceinline__ void round_dq(const Args& a, volatile u64& claimed, int barrier) {
+    constexpr int PER_ROW = FS_HEAD_DIM / 8;  // pieces of 8 elements
+    constexpr int DEEP = 8;                   // pieces per thread that are in flight together
+    constexpr u32 MOST = 4;                   // row tiles that are claimed at a time
+    const int thread = threadIdx.x % 128;
+    while (true) {
+        if (thread == 0) {
+            u64* const state = reinterpret_cast<u64*>(a.turns);
+            u64 seen = *reinterpret_cast<volatile u64*>(state);
+            u32 first, count;
+            while (true) {
+                first = u32(seen);
+                const u32 waiting = u32(seen >> 32) - first;
+                // near the end of the launch, each warpgroup takes its share
+                count = waiting == 0 ? 0 : max(1u, min(MOST, waiting / (2 * gridDim.x)));
+                if (count == 0) break;
+                const u64 now = atomicCAS(state, seen, seen + count);
+                if (now == seen) break;
+                seen = now;
+            }
+            claimed = u64(count) << 32 | first;
+        }
+        __syncwarp();
+        named_sync(barrier, 128);
+        const u64 mine = claimed;
+        named_sync(barrier, 128);  // all have read it
+        const u32 first = u32(mine), count = u32(mine >> 32);
+        if (count == 0) return;
+#pragma unroll 1
+        for (u32 n = first; n < first + count; ++n) {
+            u32 tile;
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                            : "=r"(tile) : "l"(listed(a, n)) : "memory");
+            while (tile == 0);  // it is counted, and about to be listed
+            const int walk = (tile - 1) / a.n_q;
+            const Range rows = row_tile(a, (tile - 1) % a.n_q);
+            const float4* acc = reinterpret_cast<const float4*>(
+                a.dq_acc + (i64(walk) * a.n_q + rows.start) * FS_HEAD_DIM);
+            char* const to = a.dq.at(walk / a.heads, walk % a.heads, rows.start);
+            const int pieces = (rows.stop - rows.start) * PER_ROW;
+#pragma unroll 1
+            for (int e0 = thread; e0 < pieces; e0 += 128 * DEEP) {
+                float4 x[DEEP], y[DEEP];
+#pragma unroll
+                for (int j = 0; j < DEEP; ++j) {
+                    const int e = e0 + 128 * j;
+                    if (e < pieces) x[j] = __ldcg(acc + 2 * e), y[j] = __ldcg(acc + 2 * e + 1);
+                }
+#pragma unroll
+                for (int j = 0; j < DEEP; ++j) {
+                    const int e = e0 + 128 * j;
+                    if (e >= pieces) break;
+                    const float f = a.scale;
+                    const float4 l = x[j], h = y[j];
+                    *reinterpret_cast<uint4*>(to + (e / PER_ROW * a.dq.row + e % PER_ROW * 8) * 2) =
+                        make_uint4(pack(l.x * f, l.y * f), pack(l.z * f, l.w * f),
+                                   pack(h.x * f, h.y * f), pack(h.z * f, h.w * f));
+                }
+            }
+        }
+    }
+}
+#endif
+
 // Stages a piece of dQ that is not transposed, 32 columns per box, whose rows are swizzled. Odd
 // rows write the other half of a box's columns first: otherwise two rows would conflict in the same
 // banks.
@@ -269,9 +355,20 @@ __device__ __forceinline__ void stage_columns(float (*boxes)[DQ_ROWS * 32], cons
 __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
     const bool leads = threadIdx.x % 32 == 0;
     Ring slot;
+#if FS_ROUNDS
+    bool sent = false;
+    u32 last = 0;  // the row tile of the last addition, which is not counted yet
+#endif
     named_arrive(DQ_FREE + g, 160);
     while (true) {
         const Item it = s.items.read(slot);
+#if FS_ROUNDS
+        if (it.walk < 0) {
+            if (leads && sent) reduce_wait(), count_addition(a, last);
+            __syncwarp();
+            named_arrive(DQ_COUNTED + g, 160);
+        }
+#endif
         if (it.walk < 0) return;
         Step step;
 #pragma unroll 1
@@ -304,6 +401,14 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             }
             __syncwarp();
             named_arrive(DQ_FREE + g, 160);  // the piece may be overwritten
+#if FS_ROUNDS
+            if (leads) {
+                // By now the previous addition is complete, so this wait is short.
+                if (sent) reduce_wait_but_one(), count_addition(a, last);
+                sent = true, last = walk * a.n_q + it.visits(a, step.v).tile;
+            }
+            __syncwarp();
+#endif
 #if FS_ORDERED
             if (leads) {
                 reduce_wait();

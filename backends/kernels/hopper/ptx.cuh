@@ -136,6 +136,10 @@ __device__ inline void reduce_wait_read() {  // the buffers that this thread sen
 __device__ inline void reduce_wait() {  // this thread's additions are complete
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
+// all of this thread's additions are complete, except those of the last group
+[[maybe_unused]] __device__ inline void reduce_wait_but_one() {
+    asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
+}
 // Makes this thread's ordinary writes to shared memory visible to wgmma and to TMA.
 __device__ inline void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -30,6 +30,9 @@ struct Ring {  // a stage of a ring, and the parity of the current lap
     }
 };
 
+#ifndef FS_ROUNDS
+#define FS_ROUNDS 0  // see round_dq in kv_outer.cuh
+#endif
 #ifndef FS_IN_STEP
 #define FS_IN_STEP 0  // see Step in kv_outer.cuh
 #endif

@@ -97,6 +97,20 @@ flash_delta(const __grid_constant__ Args a) {
             if (r < rows.stop && lane == 0) a.delta[i64(walk) * a.n_q + r] = sum[j], stored += 4;
         }
     }
+#if FS_ROUNDS
+    // what hopper/kv_outer.cuh counts with (round_dq)
+    const int visits = Walk(a, i).count;
+    if (threadIdx.x == 0) {
+        if (i == 0 && walk == 0) a.turns[0] = a.turns[1] = 0;
+        a.turns[2 + 2 * (i64(walk) * a.n_q + i)] = visits * FS_ROUNDS;
+        a.turns[3 + 2 * (i64(walk) * a.tiles + i)] = 0;
+    }
+    if (visits == 0) {  // nothing is added, so nothing will be rounded
+        const Rows dq(a, a.dq, walk);
+        for (int e = threadIdx.x; e < (rows.stop - rows.start) * (FS_HEAD_DIM / 8); e += THREADS)
+            dq.piece(rows.start + e / (FS_HEAD_DIM / 8), e % (FS_HEAD_DIM / 8)) = {0, 0, 0, 0};
+    }
+#endif
 #if FS_FUSED
     const i64 first = i64(walk) * a.n_q + rows.start;
     float4* acc = reinterpret_cast<float4*>(a.dq_acc + first * FS_HEAD_DIM);
