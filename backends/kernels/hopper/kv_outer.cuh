@@ -310,8 +310,9 @@ __device__ __forceinline__ void round_dq(const Args& a, volatile u64& claimed, i
                 float4 x[DEEP], y[DEEP];
 #pragma unroll
                 for (int j = 0; j < DEEP; ++j) {
-                    const int e = e0 + 128 * j;
-                    if (e < pieces) x[j] = __ldcg(acc + 2 * e), y[j] = __ldcg(acc + 2 * e + 1);
+                    // no branch, with which ptxas would spill; past the end the last piece again
+                    const int e = min(e0 + 128 * j, pieces - 1);
+                    x[j] = __ldcg(acc + 2 * e), y[j] = __ldcg(acc + 2 * e + 1);
                 }
 #pragma unroll
                 for (int j = 0; j < DEEP; ++j) {
