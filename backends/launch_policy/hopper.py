@@ -53,7 +53,7 @@ class Hopper(Family):
 
     Error texts for unsupported passes suggest the kernel family that `instead` names. With
     `brings_tiles`, the forward kernel loads parts of a captured array by TMA. With `rounds_dq`, the
-    fused kernel up to a head_dim of 128 rounds dQ itself.
+    fused kernels round dQ themselves, except for tiles of 64 x 64.
     """
 
     instead: str = "portable"
@@ -220,7 +220,9 @@ class Hopper(Family):
 
     def rounds(self, problem: Problem, tiling: Tiling) -> int:
         """Return how many pieces of dQ a visit of the fused kernel adds, if it also rounds dQ."""
-        return 2 if self.rounds_dq and widest(problem) <= 128 else 0
+        if not self.rounds_dq or (widest(problem) > 128 and tiling != ROLES):
+            return 0
+        return 1 if tiling == ROLES else 2
 
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ in the next visit.

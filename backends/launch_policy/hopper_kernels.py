@@ -158,13 +158,15 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     # K, V, Q and dO, P and dS; dQ is staged.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
-    shared = on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
+    barriers = 3 + 2 * stages + 2 * d // _CHUNK + (3 if variant.rounds else 0)
+    shared = on_chip(tiles + 4 * stages * 2 * bq, barriers)
     never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE", "STATISTICS"), 0)
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     return launch.built(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
         (problem, tiling, variant),
-        {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never},
+        {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never}
+        | ({"ROUNDS": variant.rounds} if variant.rounds else {}),
         (*boxes, Box("dq_acc", bq, 32)),
         outer="keys",
     )

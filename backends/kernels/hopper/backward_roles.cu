@@ -29,14 +29,19 @@ struct OnChip {
     u64 kv_full, k_empty, v_empty;                      // barriers of k and v
     u64 full[STAGES], empty[STAGES];                    // barriers of q, lse and delta
     u64 dout_full[CHUNKS], dout_empty[CHUNKS];
+#if FS_ROUNDS
+    u64 claimed[WARPGROUPS];                            // row tiles of dQ to round
+#endif
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
 // Named barriers. P_FULL, DS_FULL: P or dS is written. P_FREE, DS_FREE: the warpgroup that
 // accumulates dV or dK has read it. DS_WRITTEN: dS is written, for dQ. DQ_FREE, DQ_FULL: dQ is
-// sent; is staged.
-enum NamedBarrier { P_FULL = 1, P_FREE, DS_FULL, DS_FREE, DS_WRITTEN, DQ_FREE, DQ_FULL };
+// sent; is staged. DQ_COUNTED, CLAIMED: as in backward.cu.
+enum NamedBarrier {
+    P_FULL = 1, P_FREE, DS_FULL, DS_FREE, DS_WRITTEN, DQ_FREE, DQ_FULL, DQ_COUNTED, CLAIMED
+};
 
 #define STAGES_DQ
 #define ONE_DOUT
@@ -127,11 +132,21 @@ __device__ void make_scores(OnChip& s, const Args& a) {
     const u32 p_at = shared_address(&s.p[place]), ds_at = shared_address(&s.ds[place]);
     Ring ring, slot;
     u32 kv_parity = 0, dout_parity = 0;
+#if FS_ROUNDS
+    bool visited = false;
+#endif
     while (true) {
         const Item& it = s.items.look(slot);  // not a copy: too few registers
+#if FS_ROUNDS
+        if (it.walk < 0) named_sync(DQ_COUNTED, 160);
+        if (visited) round_dq(a, s.claimed[0], CLAIMED);  // as in backward.cu
+#endif
         if (it.walk < 0) break;
         Step step;
         const int steps = step.begin(a, it, it.visits.count);
+#if FS_ROUNDS
+        visited |= steps > 0;
+#endif
         stamp_item(a, it.walk, it.outer, false);
 #if FS_SCORE_SUMS
         FlashSums sums;  // sums of one query head
@@ -299,8 +314,15 @@ __device__ void add_up(OnChip& s, const Args& a) {
     const u64 scores = descriptor(VALUES ? s.p : s.ds, 0);
     Ring ring, slot;
     named_arrive(FREE, 256);  // P or dS is free at first
+#if FS_ROUNDS
+    bool visited = false;
+#endif
     while (true) {
         const Item& it = s.items.look(slot);  // not a copy: too few registers
+#if FS_ROUNDS
+        constexpr int MINE = VALUES ? 1 : 2;
+        if (visited) round_dq(a, s.claimed[MINE], CLAIMED + MINE);
+#endif
         if (it.walk < 0) return;
         stamp_item(a, it.walk, it.outer, false);
         float sum[CHUNKS][BLOCK_K / 2];
@@ -309,8 +331,12 @@ __device__ void add_up(OnChip& s, const Args& a) {
 #pragma unroll
             for (float& x : sum[c]) x = 0.0f;
         Step step;
+        const int steps = step.begin(a, it, it.visits.count);
+#if FS_ROUNDS
+        visited |= steps > 0;
+#endif
 #pragma unroll 1
-        for (int left = step.begin(a, it, it.visits.count); left; --left) {
+        for (int left = steps; left; --left) {
             const int walk = it.walk * a.group + step.member;
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
             step.next(a, it, it.visits.count);
