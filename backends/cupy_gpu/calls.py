@@ -351,7 +351,12 @@ class Plan:
         self.sizes, self.dtype = NewArrays.of(p), p.dtype
         self.summed = summed_up(self.sizes, p.dtype, algorithm)
         self.ordered = ordered
-        self.rounds = any(dict(one.kernel.constants).get("FS_ROUNDS") for one in passes)
+        # The words of the state of `Rounding` in kernels/common.cuh.
+        self.rounding, rows = 0, -(-p.n_q // self.tiling.block_q) * self.tiling.block_q
+        for one in passes:
+            at_a_time = dict(one.kernel.constants).get("FS_ROUNDS", 0)
+            if at_a_time and one.kernel.boxes:
+                self.rounding = one.walks + p.batch * p.heads * rows // at_a_time
         each = (x for one in passes for x in (*one.before, one))
         self.launches = tuple(ReadyPass(x, device, load) for x in each)
 
@@ -384,16 +389,10 @@ class Plan:
     def scratch(self) -> int:
         """The number of float32 elements of a backward's scratch memory.
 
-        One array holds dQ's accumulator, delta, and what counts the additions to dQ: each
-        allocation costs the host 1 to 2 µs.
+        One array holds dQ's accumulator, delta, and the state of `Rounding`: each allocation costs
+        the host 1 to 2 µs.
         """
-        counters = 2 + 2 * self.sizes.rows if self.rounds else 0
-        return self._counted + counters
-
-    @property
-    def _counted(self) -> int:
-        """Where the counters of additions start, whose first two are one number of 8 bytes."""
-        return -(-((self.summed or 0) + self.sizes.rows) // 2) * 2
+        return (self.summed or 0) + self.sizes.rows + self.rounding
 
     def head(
         self,
@@ -406,7 +405,7 @@ class Plan:
         """Return the `Call.head` of a backward pass that writes to `made` (from `new_arrays`)."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
-        turns = scratch + 4 * self._counted if self.rounds else turns
+        turns = scratch + 4 * (summed + sizes.rows) if self.rounding else turns
         return (
             *(*places, *sizes.dq.at(dq), *sizes.dk.at(dk), *sizes.dv.at(dv)),
             *(lse, scratch + 4 * (summed or 0), scratch if summed else dq, turns, dlse, 0, 0),

@@ -121,8 +121,9 @@ class Variant:
     blocks add to dQ in a fixed order.
 
     With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
-    a launch lets the next launch of the pass begin. If `rounds` is not 0, the fused Hopper kernel
-    rounds dQ itself, and each visit adds `rounds` pieces to dQ (kernels/hopper/kv_outer.cuh).
+    a launch lets the next launch of the pass begin. If `rounds` is not 0,
+    the fused Hopper kernel rounds most of dQ, that many rows at a time (Rounding in
+    kernels/common.cuh).
     """
 
     spans: bool

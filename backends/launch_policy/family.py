@@ -193,10 +193,10 @@ class Family(ABC):
         """Return whether a fused pass should compute a visit's dQ in the next visit."""
         return False
 
-    def rounds(self, problem: Problem, tiling: Tiling) -> int:
-        """Return how many pieces of dQ a visit of the fused kernel adds, if it also rounds dQ.
+    def rounds(self, walk: Walked, how: HandOut) -> int:
+        """Return how many rows of dQ a warp of the fused kernel rounds at a time, or 0 if none do.
 
-        The result is 0 if another kernel rounds dQ. Reports and ordered sums need that kernel.
+        None do if blocks report, or add to dQ in a fixed order.
         """
         return 0
 
@@ -283,15 +283,16 @@ def _passes(
             'problem (they would add to dQ in no fixed order); use algorithm="flash2", whose '
             "three passes are deterministic"
         )
-    passes, fused = [], algorithm == "flash2-fused"
-    rounds = family.rounds(problem, tiling) if fused and not (report or ordered) else 0
+    passes, planned, rounds, together = list[KernelPass](), [], 0, 1
     for stage in plans.stages(problem, algorithm, direction):
-        if stage.converts and rounds:
-            continue
         by: Literal["row", "col"] = "row" if stage.outer == "queries" else "col"
         tables = lower(Schedule(problem, tiling, stage.outer, key_order), by)
         tables = in_turns(tables) if ordered and by == "col" else tables
         how = family.hand_out(stage, tables, gpu, ordered=ordered, report=report)
+        planned.append((stage, tables, how))
+        if stage.name == "fused" and not (report or ordered):
+            rounds, together = family.rounds(Walked(stage, tables, gpu), how), how.clump
+    for stage, tables, how in planned:
         variant = replace(
             family.like,
             spans=tables.spans is not None,
@@ -312,7 +313,7 @@ def _passes(
             kernel = family.kernel(stage.name, problem, tiling, one, gpu)
             grid: tuple[int, ...] = (count,)
             if not kernel.shared_bytes:  # row-wise: no visits
-                grid, clump = (tables.tiles, walks), 1
+                grid, clump = (tables.tiles, walks), together if rounds else 1
             elif kernel.cluster > 1:  # each block has one work tile
                 grid = (count * kernel.cluster,)
             elif kernel.boxes:  # one persistent block per SM

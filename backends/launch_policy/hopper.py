@@ -30,7 +30,7 @@ from flashsim.backends.launch_policy.cost_model import (
     remainder,
     sooner_at_once,
 )
-from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
+from flashsim.backends.launch_policy.family import Family, HandOut, PassRequest, Walked, widest
 from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
@@ -218,11 +218,23 @@ class Hopper(Family):
         items, steps = walk.walks * tables.tiles, p.group * int(tables.visits[0])
         return remainder(items, steps, *_item_times(walk), gpu)
 
-    def rounds(self, problem: Problem, tiling: Tiling) -> int:
-        """Return how many pieces of dQ a visit of the fused kernel adds, if it also rounds dQ."""
-        if not self.rounds_dq or (widest(problem) > 128 and tiling != ROLES):
+    def rounds(self, walk: Walked, how: HandOut) -> int:
+        """Return how many rows of dQ a warp of the fused kernel rounds at a time, or 0 if none do.
+
+        Warps round if there are enough head groups: a group is rounded when its work tiles are
+        complete, after the next groups have begun. Tiles of 80 rows leave no space for it.
+        """
+        p, tiling = walk.problem, walk.tables.schedule.tiling
+        alone = len(how.launches) == 1 and how.launches[0].cluster == 1
+        if not self.rounds_dq or not alone or p.cu_seqlens_q or tiling.block_q == 80:
             return 0
-        return 1 if tiling == ROLES else 2
+        if widest(p) > 128 and tiling != ROLES:
+            return 0
+        running = -(-walk.gpu.multiprocessors // (how.clump * walk.tables.tiles))
+        groups = -(-walk.walks // how.clump)
+        if groups <= running + 1:
+            return 0
+        return 8 if tiling == ROLES else 16
 
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ in the next visit.

@@ -49,8 +49,6 @@ inline float __fdividef(float x, float y) { return x / y; }
 #define __logf logf  // glibc has one of this name of its own
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
-inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
-inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline u32 atomicInc(u32* to, u32 last) {
     const u32 old = *to;
@@ -59,11 +57,6 @@ inline u32 atomicInc(u32* to, u32 last) {
 }
 inline u32 atomicAdd(u32* to, u32 x) { return *to += x, *to - x; }
 inline float atomicAdd(float* to, float x) { const float old = *to; *to = old + x; return old; }
-inline u64 atomicCAS(u64* to, u64 expected, u64 x) {
-    const u64 old = *to;
-    if (old == expected) *to = x;
-    return old;
-}
 inline void __threadfence() {}
 inline float __log2f(float x) { return log2f(x); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }

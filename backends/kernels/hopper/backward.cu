@@ -50,6 +50,7 @@ constexpr bool SPLIT_COLUMNS = D == 128;
 [[maybe_unused]] constexpr bool UPRIGHT = COLUMNS <= 32;
 constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
 [[maybe_unused]] constexpr int DQ_BOXES = FS_ONCE ? 1 : 2;
+[[maybe_unused]] constexpr int PIECES = WARPGROUPS;  // of a visit's dQ, each sent by a warp
 [[maybe_unused]] constexpr int DQ_FLOATS = UPRIGHT ? 16 : DQ_ROWS / 2;
 __device__ inline int dq_row(int g) { return SPLIT_COLUMNS ? 0 : DQ_ROWS * g; }
 __device__ inline int dq_column(int g, int box) { return (SPLIT_COLUMNS ? 64 * g : 0) + 32 * box; }
@@ -69,6 +70,7 @@ static_assert(!FS_ONCE || !FS_SCORE_MOD, "delta is no sum of what it has");
 static_assert(FS_ONCE || !FS_DLSE, "delta has it already");
 static_assert(!FS_STATISTICS || (FS_BF16 && START && !FS_ONCE), "");
 static_assert(!FS_ROUNDS || (FS_FUSED && !FS_ONCE && !FS_ORDERED && !FS_TRACE), "");
+static_assert(!FS_ROUNDS || (FS_CLUSTER == 1 && !FS_AFTER && !FS_MORE && !FS_VARLEN), "");
 static_assert(!FS_ONCE || !FS_DEFERRED, "no visit follows in which dQ would be computed");
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
 
@@ -88,6 +90,9 @@ struct OnChip {
 #else
     alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // staged for the addition to dQ
 #endif
+#if FS_ROUNDS
+    alignas(128) float unit[PIECES][FS_ROUNDS * FS_HEAD_DIM];    // of dQ, to round
+#endif
 #endif
 #if FS_STATISTICS
     alignas(1024) u16 statistics[STAGES][BLOCK_Q * 16];    // see STATISTICS in kv_outer.cuh
@@ -101,7 +106,8 @@ struct OnChip {
     u64 ds_full[STAGES], ds_free[STAGES];                  // barriers of ds, if dQ is deferred
     u64 full[STAGES], empty[STAGES];                       // barriers of q, dout and statistics
 #if FS_ROUNDS
-    u64 claimed[WARPGROUPS];                               // row tiles of dQ to round
+    u64 unit_full[PIECES];                                 // barriers of unit
+    Part part[PIECES];
 #endif
     Items items;
 };
@@ -109,12 +115,8 @@ static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip mus
 
 // Named barriers (0 is __syncthreads). DS_READY: dS is written. DQ_FREE, DQ_FULL: a warpgroup's
 // piece of dQ is sent; is staged. TILES_READ: no product of a work tile that a cluster shares reads
-// a tile any more. SUMS_READY: sums are written. DQ_COUNTED: all of a warpgroup's additions to dQ are
-// counted. CLAIMED: a warpgroup knows which row tiles of dQ it rounds.
-enum NamedBarrier {
-    DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6, SUMS_READY = 7, DQ_COUNTED = 8,
-    CLAIMED = 10
-};
+// a tile any more. SUMS_READY: sums are written.
+enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6, SUMS_READY = 7 };
 
 #if FS_FUSED
 #define STAGES_DQ
@@ -218,17 +220,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
     Ring ring, slot;
     u32 kv_parity = 0;
-#if FS_ROUNDS
-    bool visited = false;
-#endif
     while (true) {
         const Item& it = s.items.look(slot);  // not a copy: too few registers
-#if FS_ROUNDS
-        // Whatever this block lists, it or another block rounds before it exits. A block without
-        // visits has listed nothing; and flash_delta may still run, for all that it knows.
-        if (it.walk < 0) named_sync(DQ_COUNTED + g, 160);
-        if (visited) round_dq(a, s.claimed[g], CLAIMED + g);
-#endif
         if (it.walk < 0) break;
         const Walk visits = it.visits;
         const int key = it.own.start + 64 * g + fragment_row();
@@ -240,9 +233,6 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         kv_parity ^= 1;
         Step step;
         const int steps = step.begin(a, it, visits.count);
-#if FS_ROUNDS
-        visited |= steps > 0;
-#endif
         float S[BLOCK_Q / 2];
 #if FS_SCORE_LATE
         FlashSums sums;  // sums of one query head

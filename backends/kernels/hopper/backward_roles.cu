@@ -12,6 +12,7 @@ constexpr int PRODUCER_REGISTERS = 24, SCORES_REGISTERS = 136, SUMS_REGISTERS = 
 static_assert(PRODUCER_REGISTERS + SCORES_REGISTERS + 2 * SUMS_REGISTERS <= 512, "or all hang");
 constexpr bool START = false;  // the scores' accumulators start at 0
 // dQ is sent in one piece, in boxes of 32 columns by all queries.
+[[maybe_unused]] constexpr int PIECES = 1;
 constexpr int DQ_ROWS = BLOCK_Q, DQ_COLUMNS = columns_taken(32), DQ_BOXES = DQ_COLUMNS / 32;
 __device__ inline int dq_row(int) { return 0; }
 __device__ inline int dq_column(int, int box) { return 32 * box; }
@@ -25,12 +26,16 @@ struct OnChip {
     alignas(1024) u16 p[BLOCK_K * 64];                  // P^T: a row is a key, 64 queries wide
     alignas(1024) u16 ds[BLOCK_K * 64];                 // dS^T, as P^T
     alignas(1024) float dq[1][D / 32][DQ_ROWS * 32];    // staged for the addition to dQ
+#if FS_ROUNDS
+    alignas(128) float unit[PIECES][FS_ROUNDS * FS_HEAD_DIM];  // of dQ, to round
+#endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q]; // -lse in units of log 2, and -delta
     u64 kv_full, k_empty, v_empty;                      // barriers of k and v
     u64 full[STAGES], empty[STAGES];                    // barriers of q, lse and delta
     u64 dout_full[CHUNKS], dout_empty[CHUNKS];
 #if FS_ROUNDS
-    u64 claimed[WARPGROUPS];                            // row tiles of dQ to round
+    u64 unit_full[PIECES];                              // barriers of unit
+    Part part[PIECES];
 #endif
     Items items;
 };
@@ -38,10 +43,8 @@ static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip mus
 
 // Named barriers. P_FULL, DS_FULL: P or dS is written. P_FREE, DS_FREE: the warpgroup that
 // accumulates dV or dK has read it. DS_WRITTEN: dS is written, for dQ. DQ_FREE, DQ_FULL: dQ is
-// sent; is staged. DQ_COUNTED, CLAIMED: as in backward.cu.
-enum NamedBarrier {
-    P_FULL = 1, P_FREE, DS_FULL, DS_FREE, DS_WRITTEN, DQ_FREE, DQ_FULL, DQ_COUNTED, CLAIMED
-};
+// sent; is staged.
+enum NamedBarrier { P_FULL = 1, P_FREE, DS_FULL, DS_FREE, DS_WRITTEN, DQ_FREE, DQ_FULL };
 
 #define STAGES_DQ
 #define ONE_DOUT
@@ -132,21 +135,11 @@ __device__ void make_scores(OnChip& s, const Args& a) {
     const u32 p_at = shared_address(&s.p[place]), ds_at = shared_address(&s.ds[place]);
     Ring ring, slot;
     u32 kv_parity = 0, dout_parity = 0;
-#if FS_ROUNDS
-    bool visited = false;
-#endif
     while (true) {
         const Item& it = s.items.look(slot);  // not a copy: too few registers
-#if FS_ROUNDS
-        if (it.walk < 0) named_sync(DQ_COUNTED, 160);
-        if (visited) round_dq(a, s.claimed[0], CLAIMED);  // as in backward.cu
-#endif
         if (it.walk < 0) break;
         Step step;
         const int steps = step.begin(a, it, it.visits.count);
-#if FS_ROUNDS
-        visited |= steps > 0;
-#endif
         stamp_item(a, it.walk, it.outer, false);
 #if FS_SCORE_SUMS
         FlashSums sums;  // sums of one query head
@@ -314,15 +307,8 @@ __device__ void add_up(OnChip& s, const Args& a) {
     const u64 scores = descriptor(VALUES ? s.p : s.ds, 0);
     Ring ring, slot;
     named_arrive(FREE, 256);  // P or dS is free at first
-#if FS_ROUNDS
-    bool visited = false;
-#endif
     while (true) {
         const Item& it = s.items.look(slot);  // not a copy: too few registers
-#if FS_ROUNDS
-        constexpr int MINE = VALUES ? 1 : 2;
-        if (visited) round_dq(a, s.claimed[MINE], CLAIMED + MINE);
-#endif
         if (it.walk < 0) return;
         stamp_item(a, it.walk, it.outer, false);
         float sum[CHUNKS][BLOCK_K / 2];
@@ -331,12 +317,8 @@ __device__ void add_up(OnChip& s, const Args& a) {
 #pragma unroll
             for (float& x : sum[c]) x = 0.0f;
         Step step;
-        const int steps = step.begin(a, it, it.visits.count);
-#if FS_ROUNDS
-        visited |= steps > 0;
-#endif
 #pragma unroll 1
-        for (int left = steps; left; --left) {
+        for (int left = step.begin(a, it, it.visits.count); left; --left) {
             const int walk = it.walk * a.group + step.member;
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
             step.next(a, it, it.visits.count);
@@ -394,6 +376,9 @@ hopper_backward_roles(const __grid_constant__ TensorMap map_q,
             barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
             barrier_init(&s.empty[i], 4);  // dK's warps: they wait for dS, and so for all else
         }
+#if FS_ROUNDS
+        for (int i = 0; i < PIECES; ++i) barrier_init(&s.unit_full[i], 1);
+#endif
         for (int c = 0; c < CHUNKS; ++c)
             // the warps of dP and of dV
             barrier_init(&s.dout_full[c], 1), barrier_init(&s.dout_empty[c], 8);

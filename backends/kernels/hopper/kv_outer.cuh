@@ -43,6 +43,9 @@ __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
         barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes that write the statistics
         barrier_init(&s.empty[i], 4 * WARPGROUPS);
     }
+#if FS_ROUNDS
+    for (int i = 0; i < PIECES; ++i) barrier_init(&s.unit_full[i], 1);
+#endif
 #if FS_DEFERRED
     for (int i = 0; i < STAGES; ++i)
         barrier_init(&s.ds_full[i], 4 * WARPGROUPS), barrier_init(&s.ds_free[i], 4 * WARPGROUPS);
@@ -244,89 +247,74 @@ __device__ inline void pass_turn(u32* turn) {
 }
 
 #if FS_ROUNDS
-// dQ is rounded here, not by a kernel that runs afterwards: then L2 still has its float32 sums, and
-// other blocks compute products meanwhile. `Args.turns` holds, set up by flash_delta: how many row
-// tiles are claimed and how many are complete; then, alternately, the number of additions that a
-// row tile still lacks, and an entry of the list of complete row tiles. Row tile i of query head
-// `walk` has number walk * n_q + i, and is listed as that plus 1.
-__device__ inline u32* additions_left(const Args& a, u32 tile) { return a.turns + 2 + 2 * i64(tile); }
-__device__ inline u32* listed(const Args& a, u32 n) { return a.turns + 3 + 2 * i64(n); }
-
-// One thread, for an addition to a row tile that is complete. The last one puts the tile on the list.
-__device__ inline void count_addition(const Args& a, u32 tile) {
-    u32 left;
+// One thread: its piece of a work tile's additions is complete.
+__device__ inline void count_piece(const Args& a, int walk) {
+    u32* const done = Rounding(a).done(walk / a.clump);
     asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], -1;"
-                 : "=r"(left) : "l"(additions_left(a, tile)) : "memory");
-    if (left != 1) return;
-    u32* const to = listed(a, atomicAdd(a.turns + 1, 1));
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(to), "r"(tile + 1) : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(done) : "memory");
 }
 
-// A warpgroup: rounds and stores complete row tiles of dQ, until no more are listed. `claimed` is
-// the warpgroup's own in shared memory, `barrier` its named barrier.
-__device__ __forceinline__ void round_dq(const Args& a, volatile u64& claimed, int barrier) {
-    constexpr int PER_ROW = FS_HEAD_DIM / 8;  // pieces of 8 elements
-    constexpr int DEEP = 8;                   // pieces per thread that are in flight together
-    constexpr u32 MOST = 4;                   // row tiles that are claimed at a time
-    const int thread = threadIdx.x % 128;
-    while (true) {
-        if (thread == 0) {
-            u64* const state = reinterpret_cast<u64*>(a.turns);
-            u64 seen = *reinterpret_cast<volatile u64*>(state);
-            u32 first, count;
-            while (true) {
-                first = u32(seen);
-                const u32 waiting = u32(seen >> 32) - first;
-                // near the end of the launch, each warpgroup takes its share
-                count = waiting == 0 ? 0 : max(1u, min(MOST, waiting / (2 * gridDim.x)));
-                if (count == 0) break;
-                const u64 now = atomicCAS(state, seen, seen + count);
-                if (now == seen) break;
-                seen = now;
-            }
-            claimed = u64(count) << 32 | first;
-        }
-        __syncwarp();
-        named_sync(barrier, 128);
-        const u64 mine = claimed;
-        named_sync(barrier, 128);  // all have read it
-        const u32 first = u32(mine), count = u32(mine >> 32);
-        if (count == 0) return;
-#pragma unroll 1
-        for (u32 n = first; n < first + count; ++n) {
-            u32 tile;
-            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                            : "=r"(tile) : "l"(listed(a, n)) : "memory");
-            while (tile == 0);  // it is counted, and about to be listed
-            const int walk = (tile - 1) / a.n_q;
-            const Range rows = row_tile(a, (tile - 1) % a.n_q);
-            const float4* acc = reinterpret_cast<const float4*>(
-                a.dq_acc + (i64(walk) * a.n_q + rows.start) * FS_HEAD_DIM);
-            char* const to = a.dq.at(walk / a.heads, walk % a.heads, rows.start);
-            const int pieces = (rows.stop - rows.start) * PER_ROW;
-#pragma unroll 1
-            for (int e0 = thread; e0 < pieces; e0 += 128 * DEEP) {
-                float4 x[DEEP], y[DEEP];
-#pragma unroll
-                for (int j = 0; j < DEEP; ++j) {
-                    // no branch, with which ptxas would spill; past the end the last piece again
-                    const int e = min(e0 + 128 * j, pieces - 1);
-                    x[j] = __ldcg(acc + 2 * e), y[j] = __ldcg(acc + 2 * e + 1);
-                }
-#pragma unroll
-                for (int j = 0; j < DEEP; ++j) {
-                    const int e = e0 + 128 * j;
-                    if (e >= pieces) break;
-                    const float f = a.scale;
-                    const float4 l = x[j], h = y[j];
-                    *reinterpret_cast<uint4*>(to + (e / PER_ROW * a.dq.row + e % PER_ROW * 8) * 2) =
-                        make_uint4(pack(l.x * f, l.y * f), pack(l.z * f, l.w * f),
-                                   pack(h.x * f, h.y * f), pack(h.z * f, h.w * f));
-                }
-            }
-        }
+// One thread: requests the next unit that has rows, if there is one.
+__device__ inline void request_unit(OnChip& s, const Args& a, int g) {
+    const Rounding by(a);
+    Part& part = s.part[g];
+    for (; part.unit < part.last; part.unit += PIECES) {
+        const int tile = part.unit / Rounding::PER_TILE;
+        const int row = tile % by.tiles * FS_BLOCK_Q + part.unit % Rounding::PER_TILE * FS_ROUNDS;
+        const int rows = min(FS_ROUNDS, a.n_q - row);
+        if (rows <= 0) continue;
+        arrive_expect(&s.unit_full[g], rows * FS_HEAD_DIM * 4);
+        const i64 from = i64(part.head + tile / by.tiles) * a.n_q + row;
+        copy_bytes(s.unit[g], a.dq_acc + from * FS_HEAD_DIM, &s.unit_full[g], rows * FS_HEAD_DIM * 4);
+        return;
     }
+}
+
+// One thread, before a work tile: finds the units to round meanwhile.
+__device__ inline void begin_part(OnChip& s, const Args& a, const Item& it, int g) {
+    const Rounding by(a);
+    Part& part = s.part[g];
+    // The last group of which most likely no work tile is running any more.
+    const int group = it.walk / a.clump - 1 - int(gridDim.x + by.items - 1) / by.items;
+    if (group < 0 || part.unit < part.last) return;
+    u32 done;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(done) : "l"(by.done(group)) : "memory");
+    if (done < u32(by.items) * PIECES) return;
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    const int item = it.walk % a.clump * a.tiles + it.outer;
+    part.unit = by.first(item) + g, part.last = by.first(item + 1), part.head = group * by.heads;
+    request_unit(s, a, g);
+}
+
+// A warp: rounds and stores a unit, and requests the next one.
+__device__ inline void round_unit(OnChip& s, const Args& a, int g) {
+    constexpr int PER_ROW = FS_HEAD_DIM / 8;  // pieces of 8 elements
+    const Rounding by(a);
+    Part& part = s.part[g];
+    if (part.unit >= part.last) return;
+    wait(&s.unit_full[g], part.parity);
+    const int tile = part.unit / Rounding::PER_TILE, walk = part.head + tile / by.tiles;
+    const int row = tile % by.tiles * FS_BLOCK_Q + part.unit % Rounding::PER_TILE * FS_ROUNDS;
+    const int pieces = min(FS_ROUNDS, a.n_q - row) * PER_ROW, lane = threadIdx.x % 32;
+    char* const to = a.dq.at(walk / a.heads, walk % a.heads, row);
+#pragma unroll 1
+    for (int e = lane; e < pieces; e += 32) {
+        const float4* from = reinterpret_cast<const float4*>(s.unit[g]) + 2 * e;
+        const float4 l = from[0], h = from[1];
+        const float f = a.scale;
+        *reinterpret_cast<uint4*>(to + (e / PER_ROW * a.dq.row + e % PER_ROW * 8) * 2) =
+            make_uint4(pack(l.x * f, l.y * f), pack(l.z * f, l.w * f), pack(h.x * f, h.y * f),
+                       pack(h.z * f, h.w * f));
+    }
+    __syncwarp();  // all have read the unit
+    if (lane == 0) {
+        const int unit = part.unit % (by.tiles * Rounding::PER_TILE);
+        *by.rounded(a.walks, walk, unit) = 1;
+        part.unit += PIECES, part.parity ^= 1;
+        request_unit(s, a, g);
+    }
+    __syncwarp();
 }
 #endif
 
@@ -357,20 +345,26 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
     const bool leads = threadIdx.x % 32 == 0;
     Ring slot;
 #if FS_ROUNDS
-    bool sent = false;
-    u32 last = 0;  // the row tile of the last addition, which is not counted yet
+    int before = -1;  // the head of the last work tile, whose piece is not counted yet
+    wait_for_what_ran_before();
+    if (leads) s.part[g] = {0, 0, 0, 0};
+    __syncwarp();
 #endif
     named_arrive(DQ_FREE + g, 160);
     while (true) {
         const Item it = s.items.read(slot);
 #if FS_ROUNDS
-        if (it.walk < 0) {
-            if (leads && sent) reduce_wait(), count_addition(a, last);
+        if (it.walk < 0) {  // the block must not exit before the last request is complete
+            if (leads) s.part[g].last = min(s.part[g].last, s.part[g].unit + 1);
             __syncwarp();
-            named_arrive(DQ_COUNTED + g, 160);
+            round_unit(s, a, g);
         }
 #endif
         if (it.walk < 0) return;
+#if FS_ROUNDS
+        if (leads) begin_part(s, a, it, g);
+        __syncwarp();
+#endif
         Step step;
 #pragma unroll 1
         for (int left = step.begin(a, it, it.visits.count); left; --left) {
@@ -403,12 +397,11 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             __syncwarp();
             named_arrive(DQ_FREE + g, 160);  // the piece may be overwritten
 #if FS_ROUNDS
-            if (leads) {
-                // By now the previous addition is complete, so this wait is short.
-                if (sent) reduce_wait_but_one(), count_addition(a, last);
-                sent = true, last = walk * a.n_q + it.visits(a, step.v).tile;
-            }
+            // By now the last work tile's additions are complete: this wait is short.
+            if (leads && before >= 0) reduce_wait_but_one(), count_piece(a, before);
             __syncwarp();
+            before = -1;
+            round_unit(s, a, g);
 #endif
 #if FS_ORDERED
             if (leads) {
@@ -418,6 +411,11 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #endif
             step.next(a, it, it.visits.count);
         }
+#if FS_ROUNDS
+        if (leads && before >= 0) reduce_wait(), count_piece(a, before);
+        __syncwarp();
+        before = it.walk;
+#endif
     }
 }
 #endif

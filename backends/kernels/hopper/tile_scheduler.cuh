@@ -30,9 +30,6 @@ struct Ring {  // a stage of a ring, and the parity of the current lap
     }
 };
 
-#ifndef FS_ROUNDS
-#define FS_ROUNDS 0  // see round_dq in kv_outer.cuh
-#endif
 #ifndef FS_IN_STEP
 #define FS_IN_STEP 0  // see Step in kv_outer.cuh
 #endif
@@ -47,6 +44,13 @@ struct Item {
     int way;        // step between row tiles: 1, or -1 from the last to the first
 #endif
     Walk visits;
+};
+
+// The units of dQ that a warp rounds next: every PIECES-th (of the warps that send dQ) from `unit` to `last`, of the query heads
+// from `head` on. The first one is in shared memory, or on its way.
+struct Part {
+    int unit, last, head;
+    u32 parity;
 };
 
 // Work tile `w` of the launch. As in common.cuh, a group of `clump` heads, whose tensors fit in L2

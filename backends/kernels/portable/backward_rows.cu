@@ -98,18 +98,11 @@ flash_delta(const __grid_constant__ Args a) {
         }
     }
 #if FS_ROUNDS
-    // what hopper/kv_outer.cuh counts with (round_dq)
-    const int visits = Walk(a, i).count;
-    if (threadIdx.x == 0) {
-        if (i == 0 && walk == 0) a.turns[0] = a.turns[1] = 0;
-        a.turns[2 + 2 * (i64(walk) * a.n_q + i)] = visits * FS_ROUNDS;
-        a.turns[3 + 2 * (i64(walk) * a.tiles + i)] = 0;
-    }
-    if (visits == 0) {  // nothing is added, so nothing will be rounded
-        const Rows dq(a, a.dq, walk);
-        for (int e = threadIdx.x; e < (rows.stop - rows.start) * (FS_HEAD_DIM / 8); e += THREADS)
-            dq.piece(rows.start + e / (FS_HEAD_DIM / 8), e % (FS_HEAD_DIM / 8)) = {0, 0, 0, 0};
-    }
+    const Rounding by(a);
+    const int kv_heads = a.walks / a.group;
+    if (threadIdx.x < Rounding::PER_TILE)
+        *by.rounded(kv_heads, walk, i * Rounding::PER_TILE + threadIdx.x) = 0;
+    if (threadIdx.x == 0 && i == 0 && walk < kv_heads) *by.done(walk) = 0;
 #endif
 #if FS_FUSED
     const i64 first = i64(walk) * a.n_q + rows.start;
@@ -139,17 +132,31 @@ flash_convert(const __grid_constant__ Args a) {
         reinterpret_cast<const float4*>(a.dq_acc + (i64(walk) * a.n_q + rows.start) * FS_HEAD_DIM);
     constexpr int PER_ROW = FS_HEAD_DIM / 8;
     const int pieces = (rows.stop - rows.start) * PER_ROW;
+#if FS_ROUNDS
+    u32 rounded = 0;  // a bit per unit; each warp has all
+    const Rounding by(a);
+    const int own = threadIdx.x % 32;
+    if (own < Rounding::PER_TILE)
+        rounded = *by.rounded(a.walks / a.group, walk, i * Rounding::PER_TILE + own) << own;
+    rounded = __reduce_add_sync(~0u, rounded);
+#endif
     for (int e0 = threadIdx.x; e0 < pieces; e0 += DEEP * THREADS) {
         float4 x[DEEP], y[DEEP];
 #pragma unroll
         for (int j = 0; j < DEEP; ++j) {
             const int e = e0 + j * THREADS;
+#if FS_ROUNDS
+            if (e >= pieces || rounded >> e / PER_ROW / FS_ROUNDS & 1) continue;
+#endif
             if (e < pieces) x[j] = acc[2 * e], y[j] = acc[2 * e + 1];
         }
 #pragma unroll
         for (int j = 0; j < DEEP; ++j) {
             const int e = e0 + j * THREADS;
             if (e >= pieces) break;
+#if FS_ROUNDS
+            if (rounded >> e / PER_ROW / FS_ROUNDS & 1) continue;
+#endif
             const float s = a.scale;
             const float4 l = x[j], h = y[j];
             dq.piece(rows.start + e / PER_ROW, e % PER_ROW) = {
