@@ -108,7 +108,8 @@ WITHOUT_DELTA = -1.0
 CONVERTING, CONVERTED = 1.1, 0.6
 #: Extra µs for a cluster to start together and to add its blocks' shares of a work tile.
 ADDING_UP = {64: 3.8, 128: 5.4}
-#: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy.
+#: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy if they do not
+#: all run at once: a cluster starts when enough SMs of one group are free.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 #: Minimum saving of an additional launch, in µs: some launches with a smaller predicted saving were
 #: slower.
@@ -184,7 +185,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
                 walks, each = one.walks, steps
                 if one.before:  # all work tiles are equal
                     walks, each = len(part.items), steps[:1]
-                free = shared_out(walks, each, *times, part.kernel.cluster, free)
+                cluster = part.kernel.cluster
+                free = shared_out(walks, each, *times, cluster, free, gpu.at_once(cluster))
     return max(free) + more
 
 
@@ -195,16 +197,19 @@ def shared_out(
     adding_up: float,
     cluster: int,
     free: Sequence[float],
+    at_once: int,
 ) -> list[float]:
     """Return the predicted µs, unordered, at which each SM finishes its last work tile.
 
     `steps` lists the visits (tile pairs) per work tile of each of the `walks` heads. Each work tile
-    is shared by `cluster` blocks, which costs `adding_up` extra µs if `cluster` exceeds 1. Only
-    part of the SMs can form clusters (`CLUSTERS`). `free` holds the µs at which each SM becomes
-    free.
+    is shared by `cluster` blocks, which costs `adding_up` extra µs if `cluster` exceeds 1. The GPU
+    runs `at_once` clusters at the same time, or fewer if there are more (`CLUSTERS`). `free` holds
+    the µs at which each SM becomes free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
+    if places < walks * len(items) <= at_once:
+        places = at_once
     if walks * len(items) > _ROUNDS * places:
         done = (sum(free[:places]) + walks * float(items.sum())) / places
         return [*[done] * places * cluster, *free[cluster * places :]]
@@ -258,15 +263,21 @@ def remainder(
 
 
 def fastest_cluster(
-    walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
+    walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int, gpu: Gpu
 ) -> int:
-    """Return the predicted fastest cluster size; it is 1 if there are many work tiles per SM."""
+    """Return the predicted fastest cluster size; it is 1 if there are many work tiles per SM.
+
+    `processors` of the GPU's SMs are free for the launch.
+    """
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
         return 1
 
     def took(cluster: int) -> float:
-        return max(shared_out(walks, steps, times, adding_up, cluster, [0.0] * processors))
+        at_once = gpu.at_once(cluster) * processors // gpu.multiprocessors
+        return max(
+            shared_out(walks, steps, times, adding_up, cluster, [0.0] * processors, at_once)
+        )
 
     best = min((c for c in CLUSTERS if c <= processors * CLUSTERS[c]), key=took)
     return best if rounds < 1 or took(best) < (1 - _CLUSTERS_DOUBT) * took(1) else 1
