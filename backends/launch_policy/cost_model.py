@@ -186,7 +186,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
                 if one.before:  # all work tiles are equal
                     walks, each = len(part.items), steps[:1]
                 cluster = part.kernel.cluster
-                free = shared_out(walks, each, *times, cluster, free, gpu.at_once(cluster))
+                at_once = dict(gpu.clusters).get(cluster, 0)
+                free = shared_out(walks, each, *times, cluster, free, at_once)
     return max(free) + more
 
 
@@ -197,14 +198,14 @@ def shared_out(
     adding_up: float,
     cluster: int,
     free: Sequence[float],
-    at_once: int,
+    at_once: int = 0,
 ) -> list[float]:
     """Return the predicted µs, unordered, at which each SM finishes its last work tile.
 
     `steps` lists the visits (tile pairs) per work tile of each of the `walks` heads. Each work tile
-    is shared by `cluster` blocks, which costs `adding_up` extra µs if `cluster` exceeds 1. The GPU
-    runs `at_once` clusters at the same time, or fewer if there are more (`CLUSTERS`). `free` holds
-    the µs at which each SM becomes free.
+    is shared by `cluster` blocks, which costs `adding_up` extra µs if `cluster` exceeds 1. If there
+    are at most `at_once` clusters, all run at the same time; otherwise only part of the SMs can
+    form clusters (`CLUSTERS`). `free` holds the µs at which each SM becomes free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
@@ -263,21 +264,24 @@ def remainder(
 
 
 def fastest_cluster(
-    walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int, gpu: Gpu
+    walks: int,
+    steps: np.ndarray,
+    times: Times,
+    adding_up: float,
+    processors: int,
+    clusters: tuple[tuple[int, int], ...] = (),
 ) -> int:
     """Return the predicted fastest cluster size; it is 1 if there are many work tiles per SM.
 
-    `processors` of the GPU's SMs are free for the launch.
+    `clusters` is `Gpu.clusters` if all of the GPU's SMs are free for the launch.
     """
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
         return 1
 
     def took(cluster: int) -> float:
-        at_once = gpu.at_once(cluster) * processors // gpu.multiprocessors
-        return max(
-            shared_out(walks, steps, times, adding_up, cluster, [0.0] * processors, at_once)
-        )
+        free, at_once = [0.0] * processors, dict(clusters).get(cluster, 0)
+        return max(shared_out(walks, steps, times, adding_up, cluster, free, at_once))
 
     best = min((c for c in CLUSTERS if c <= processors * CLUSTERS[c]), key=took)
     return best if rounds < 1 or took(best) < (1 - _CLUSTERS_DOUBT) * took(1) else 1

@@ -205,8 +205,10 @@ class Hopper(Family):
                 return 1
             beside = busy_at_once(p, tables.schedule.tiling)[0]
             free = int(free - beside) if beside + items <= free else free
-        steps = p.group * tables.visits
-        blocks = fastest_cluster(walk.walks, steps, *_item_times(walk), free, gpu)
+        steps, at_once = p.group * tables.visits, gpu.clusters
+        if free < gpu.multiprocessors:  # how many clusters the remaining SMs run is not known
+            at_once = ()
+        blocks = fastest_cluster(walk.walks, steps, *_item_times(walk), free, at_once)
         while widest(p) > 128 and blocks > 1 and blocks * items > gpu.multiprocessors:
             blocks //= 2
         return blocks
