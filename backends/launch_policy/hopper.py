@@ -231,6 +231,8 @@ class Hopper(Family):
         alone = len(how.launches) == 1 and how.launches[0].cluster == 1
         if not self.rounds_dq or not alone or p.cu_seqlens_q or tiling.block_q == 80:
             return 0
+        if walk.stage.once:  # stores dQ
+            return 0
         if widest(p) > 128 and tiling != ROLES:
             return 0
         running = -(-walk.gpu.multiprocessors // (how.clump * walk.tables.tiles))

@@ -260,7 +260,7 @@ def test_a_pass_in_several_launches(name, choose):
     choose("remainder", ((1, 1), (1, 1)))
     tiling, problem = ALIKE[name]
     problem = problem if name == "varlen" else replace(problem, batch=2)
-    _, fused = compare(problem, tiling, report="")
+    _, fused, _ = compare(problem, tiling, report="")
     launches = (*fused.before, fused)
     taken = [item for one in launches for item in one.items]
     assert taken == [*range(fused.walks * fused.tables.tiles)]

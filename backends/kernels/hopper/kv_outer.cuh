@@ -263,9 +263,10 @@ __device__ inline void request_unit(OnChip& s, const Args& a, int g) {
         const int row = tile % by.tiles * FS_BLOCK_Q + part.unit % Rounding::PER_TILE * FS_ROUNDS;
         const int rows = min(FS_ROUNDS, a.n_q - row);
         if (rows <= 0) continue;
-        arrive_expect(&s.unit_full[g], rows * FS_HEAD_DIM * 4);
         const i64 from = i64(part.head + tile / by.tiles) * a.n_q + row;
-        copy_bytes(s.unit[g], a.dq_acc + from * FS_HEAD_DIM, &s.unit_full[g], rows * FS_HEAD_DIM * 4);
+        const u32 bytes = rows * FS_HEAD_DIM * 4;
+        arrive_expect(&s.unit_full[g], bytes);
+        copy_bytes(s.unit[g], a.dq_acc + from * FS_HEAD_DIM, &s.unit_full[g], bytes);
         return;
     }
 }

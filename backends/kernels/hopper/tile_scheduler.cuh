@@ -46,8 +46,8 @@ struct Item {
     Walk visits;
 };
 
-// The units of dQ that a warp rounds next: every PIECES-th (of the warps that send dQ) from `unit` to `last`, of the query heads
-// from `head` on. The first one is in shared memory, or on its way.
+// The units of dQ that a warp rounds next (see Rounding): from `unit` to `last`, every PIECES-th, as
+// PIECES warps send dQ. They belong to query heads from `head` on. TMA brings the first one.
 struct Part {
     int unit, last, head;
     u32 parity;
