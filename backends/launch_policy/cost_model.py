@@ -108,8 +108,8 @@ WITHOUT_DELTA = -1.0
 CONVERTING, CONVERTED = 1.1, 0.6
 #: Extra µs for a cluster to start together and to add its blocks' shares of a work tile.
 ADDING_UP = {64: 3.8, 128: 5.4}
-#: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy if they do not
-#: all run at once: a cluster starts when enough SMs of one group are free.
+#: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy. If not all
+#: clusters run at once, a cluster waits until enough SMs of one group are free.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 #: Minimum saving of an additional launch, in µs: some launches with a smaller predicted saving were
 #: slower.
