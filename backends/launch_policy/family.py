@@ -310,6 +310,7 @@ def _passes(
         for n, (cluster, count, deferred) in enumerate(how.launches, 1):
             more = n < len(how.launches)
             one = replace(variant, cluster=cluster, after=n > 1, more=more, deferred=deferred)
+            one = replace(one, rounds=0 if more else rounds)
             kernel = family.kernel(stage.name, problem, tiling, one, gpu)
             grid: tuple[int, ...] = (count,)
             if not kernel.shared_bytes:  # row-wise: no visits

@@ -224,14 +224,13 @@ class Hopper(Family):
     def rounds(self, walk: Walked, how: HandOut) -> int:
         """Return how many rows of dQ a warp of the fused kernel rounds at a time, or 0 if none do.
 
-        Warps round if there are enough head groups: a group is rounded when its work tiles are
-        complete, after the next groups have begun. Tiles of 80 rows leave no space for it.
+        Warps of the last launch round, if there are enough head groups: a group is rounded when all
+        of its work tiles, in this launch, are complete. Tiles of 80 rows leave no space for it.
         """
         p, tiling = walk.problem, walk.tables.schedule.tiling
-        alone = len(how.launches) == 1 and how.launches[0].cluster == 1
-        if not self.rounds_dq or not alone or p.cu_seqlens_q or tiling.block_q == 80:
+        if not self.rounds_dq or walk.stage.once or how.launches[-1].cluster > 1:
             return 0
-        if walk.stage.once:  # stores dQ
+        if p.cu_seqlens_q or tiling.block_q == 80:
             return 0
         if widest(p) > 128 and tiling != ROLES:
             return 0

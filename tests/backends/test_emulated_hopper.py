@@ -294,6 +294,17 @@ def test_dq_rounded_by_the_warps_that_send_it(name, choose):
     assert not any("FS_ROUNDS" in dict(x.kernel.constants) for x in counted)
 
 
+@pytest.mark.thorough
+def test_dq_rounded_in_the_last_of_several_launches(choose):
+    """But for the heads of which other launches have work tiles."""
+    tiling, problem = ROUNDED["carried 128"]
+    choose("remainder", ((1, 1), (1, 2)))
+    choose("clump", 1)
+    _, fused, _ = compare(replace(problem, batch=6), tiling, report="")
+    rounds = [dict(one.kernel.constants).get("FS_ROUNDS") for one in (*fused.before, fused)]
+    assert rounds == [None, None, 16]
+
+
 @pytest.mark.parametrize("fault", [thorough("scale"), "early", thorough("all")])
 def test_faults_of_rounding_show(fault, choose):
     """The warps do round; they wait until dQ is complete; and another kernel rounds the rest."""

@@ -70,7 +70,7 @@ static_assert(!FS_ONCE || !FS_SCORE_MOD, "delta is no sum of what it has");
 static_assert(FS_ONCE || !FS_DLSE, "delta has it already");
 static_assert(!FS_STATISTICS || (FS_BF16 && START && !FS_ONCE), "");
 static_assert(!FS_ROUNDS || (FS_FUSED && !FS_ONCE && !FS_ORDERED && !FS_TRACE), "");
-static_assert(!FS_ROUNDS || (FS_CLUSTER == 1 && !FS_AFTER && !FS_MORE && !FS_VARLEN), "");
+static_assert(!FS_ROUNDS || (FS_CLUSTER == 1 && !FS_MORE && !FS_VARLEN), "");
 static_assert(!FS_ONCE || !FS_DEFERRED, "no visit follows in which dQ would be computed");
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
 

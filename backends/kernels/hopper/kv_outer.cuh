@@ -347,7 +347,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
     Ring slot;
 #if FS_ROUNDS
     int before = -1;  // the head of the last work tile, whose piece is not counted yet
-    wait_for_what_ran_before();
+    if (!FS_AFTER) wait_for_what_ran_before();  // which flash_delta has been, for a later launch
     if (leads) s.part[g] = {0, 0, 0, 0};
     __syncwarp();
 #endif
