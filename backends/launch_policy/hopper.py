@@ -28,6 +28,7 @@ from flashsim.backends.launch_policy.cost_model import (
     microseconds,
     microseconds_by_keys,
     remainder,
+    running_groups,
     sooner_at_once,
 )
 from flashsim.backends.launch_policy.family import Family, HandOut, PassRequest, Walked, widest
@@ -234,9 +235,8 @@ class Hopper(Family):
             return 0
         if widest(p) > 128 and tiling != ROLES:
             return 0
-        running = -(-walk.gpu.multiprocessors // (how.clump * walk.tables.tiles))
         groups = -(-walk.walks // how.clump)
-        if groups <= running + 1:
+        if groups <= running_groups(how.clump, walk.tables.tiles, walk.gpu.multiprocessors):
             return 0
         return 8 if tiling == ROLES else 16
 
