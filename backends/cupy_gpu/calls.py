@@ -351,12 +351,6 @@ class Plan:
         self.sizes, self.dtype = NewArrays.of(p), p.dtype
         self.summed = summed_up(self.sizes, p.dtype, algorithm)
         self.ordered = ordered
-        # The words of the state of `Rounding` in kernels/common.cuh.
-        self.rounding, rows = 0, -(-p.n_q // self.tiling.block_q) * self.tiling.block_q
-        for one in passes:
-            at_a_time = dict(one.kernel.constants).get("FS_ROUNDS", 0)
-            if at_a_time and one.kernel.boxes:
-                self.rounding = one.walks + p.batch * p.heads * rows // at_a_time
         each = (x for one in passes for x in (*one.before, one))
         self.launches = tuple(ReadyPass(x, device, load) for x in each)
 
@@ -375,24 +369,17 @@ class Plan:
 
     def new_arrays(self, space: arrays.Space, like: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Allocate dQ, dK, dV, scratch memory and semaphores; the last two may be None."""
-        sizes, scratch, turns = self.sizes, None, None
+        sizes, summed, scratch, turns = self.sizes, self.summed, None, None
         dq = space.empty(sizes.dq.shape, like)
         dk = space.empty(sizes.dk.shape, like)
         dv = space.empty(sizes.dv.shape, like)
-        if self.summed is not None:
-            scratch = space.empty((self.scratch,))
+        if summed is not None:
+            # One array for dQ's accumulator, followed by delta: each allocation costs the host 1 to
+            # 2 µs.
+            scratch = space.empty((summed + sizes.rows,))
         if self.ordered:
             turns = space.counters((sizes.rows, 2))
         return dq, dk, dv, scratch, turns
-
-    @property
-    def scratch(self) -> int:
-        """The number of float32 elements of a backward's scratch memory.
-
-        One array holds dQ's accumulator, delta, and the state of `Rounding`: each allocation costs
-        the host 1 to 2 µs.
-        """
-        return (self.summed or 0) + self.sizes.rows + self.rounding
 
     def head(
         self,
@@ -405,7 +392,6 @@ class Plan:
         """Return the `Call.head` of a backward pass that writes to `made` (from `new_arrays`)."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
-        turns = scratch + 4 * (summed + sizes.rows) if self.rounding else turns
         return (
             *(*places, *sizes.dq.at(dq), *sizes.dk.at(dk), *sizes.dv.at(dv)),
             *(lse, scratch + 4 * (summed or 0), scratch if summed else dq, turns, dlse, 0, 0),

@@ -160,9 +160,9 @@ class Direct:
 
 def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
     """Return five functions; each allocates one of the five arrays of `Plan.new_arrays`."""
-    sizes, dtype = plan.sizes, plan.dtype
+    sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
     makers = [space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)]
-    scratch = _none if plan.summed is None else space.maker((plan.scratch,))
+    scratch = _none if summed is None else space.maker((summed + sizes.rows,))
     turns = partial(space.counters, (sizes.rows, 2)) if plan.ordered else _none
     return [*makers, scratch, turns]
 

@@ -128,38 +128,6 @@ struct Walk {
     }
 };
 
-#ifndef FS_ROUNDS
-// Of the fused Hopper backward and the kernels around it: rows of dQ that a warp rounds at a time,
-// if the warps that send dQ also round most of it. Otherwise 0: then only flash_convert rounds.
-#define FS_ROUNDS 0
-#endif
-#if FS_ROUNDS
-// Persistent blocks go from one head group to the next. While a block works on a work tile, it
-// rounds some of the dQ of an earlier group that is complete: L2 still has the float32 sums, and
-// the time is that of warps which mostly wait. `flash_convert` rounds the rest.
-//
-// `Args.turns` has for each group how many pieces of its work tiles are done, and for each unit, of
-// FS_ROUNDS rows, whether it is rounded. The units of a group are divided between the work tiles of
-// a group. `Args.clump` is the number of KV heads per group, also for the row-wise kernels.
-struct Rounding {
-    static constexpr int PER_TILE = FS_BLOCK_Q / FS_ROUNDS;
-    u32* state;
-    int tiles, heads, items;  // row tiles per head; query heads and work tiles per group
-
-    __device__ Rounding(const Args& a)
-        : state(a.turns), tiles((a.n_q + FS_BLOCK_Q - 1) / FS_BLOCK_Q), heads(a.clump * a.group),
-          items(a.clump * ((a.n_kv + FS_BLOCK_K - 1) / FS_BLOCK_K)) {}
-    __device__ int units() const { return heads * tiles * PER_TILE; }  // per group
-    __device__ int first(int item) const { return i64(item) * units() / items; }
-    __device__ u32* done(int group) const { return state + group; }
-    // `kv_heads` is the number of KV heads of the batch: there are no more groups.
-    __device__ u32* rounded(int kv_heads, int walk, int unit) const {
-        return state + kv_heads + i64(walk) * tiles * PER_TILE + unit;
-    }
-};
-static_assert(FS_BLOCK_Q % FS_ROUNDS == 0, "units do not cross row tiles");
-#endif
-
 struct Range {  // the rows of one tile, in packed indices
     int start, stop, offset;
 };

@@ -121,9 +121,7 @@ class Variant:
     blocks add to dQ in a fixed order.
 
     With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
-    a launch lets the next launch of the pass begin. If `rounds` is not 0,
-    the fused Hopper kernel rounds most of dQ, that many rows at a time (Rounding in
-    kernels/common.cuh).
+    a launch lets the next launch of the pass begin.
     """
 
     spans: bool
@@ -141,7 +139,6 @@ class Variant:
     more: bool = False
     fused: bool = False
     ordered: bool = False
-    rounds: int = 0
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,7 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
         if one.stage.once:
             known["fused"], more = HOPPER_ONCE[width], WITHOUT_DELTA
         if one.stage.converts:
-            # bytes per column: sums are cleared, and those not rounded before are read
-            row = 4 + (4 + p.itemsize) * left_to_convert(one, gpu.multiprocessors)
+            row = 4 * 2 + p.itemsize  # bytes per column
             moved = p.batch * p.heads * p.n_q * p.head_dim * row
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:
@@ -190,28 +189,6 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
                 at_once = dict(gpu.clusters).get(cluster, 0)
                 free = shared_out(walks, each, *times, cluster, free, at_once)
     return max(free) + more
-
-
-def running_groups(clump: int, tiles: int, processors: int) -> int:
-    """Return how many head groups of `clump` heads may have work tiles that are not complete.
-
-    Every head has `tiles` work tiles. One more than the groups that fill the SMs is counted.
-    """
-    return 1 + -(-processors // (clump * tiles))
-
-
-def left_to_convert(one: KernelPass, processors: int) -> float:
-    """Return the fraction of dQ that `one`, the conversion kernel, still has to round.
-
-    The fraction is 1 if the fused kernel rounds nothing. Otherwise the fused kernel rounds all head
-    groups except the last ones, which are not complete when the last work tiles begin.
-    """
-    if "FS_ROUNDS" not in dict(one.kernel.constants):
-        return 1.0
-    schedule = one.tables.schedule
-    tiles = -(-schedule.problem.n_kv // schedule.tiling.block_k)
-    groups = -(-one.walks // (schedule.problem.group * one.clump))
-    return min(1.0, running_groups(one.clump, tiles, processors) / groups)
 
 
 def shared_out(

@@ -193,13 +193,6 @@ class Family(ABC):
         """Return whether a fused pass should compute a visit's dQ in the next visit."""
         return False
 
-    def rounds(self, walk: Walked, how: HandOut) -> int:
-        """Return how many rows of dQ a warp of the fused kernel rounds at a time, or 0 if none do.
-
-        None do if blocks report, or add to dQ in a fixed order.
-        """
-        return 0
-
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Return whether a KV-outer pass alternates between the query heads of a GQA group."""
         return False
@@ -283,16 +276,12 @@ def _passes(
             'problem (they would add to dQ in no fixed order); use algorithm="flash2", whose '
             "three passes are deterministic"
         )
-    passes, planned, rounds, together = list[KernelPass](), [], 0, 1
+    passes = []
     for stage in plans.stages(problem, algorithm, direction):
         by: Literal["row", "col"] = "row" if stage.outer == "queries" else "col"
         tables = lower(Schedule(problem, tiling, stage.outer, key_order), by)
         tables = in_turns(tables) if ordered and by == "col" else tables
         how = family.hand_out(stage, tables, gpu, ordered=ordered, report=report)
-        planned.append((stage, tables, how))
-        if stage.name == "fused" and not (report or ordered):
-            rounds, together = family.rounds(Walked(stage, tables, gpu), how), how.clump
-    for stage, tables, how in planned:
         variant = replace(
             family.like,
             spans=tables.spans is not None,
@@ -303,18 +292,16 @@ def _passes(
             once=stage.once,
             fused=algorithm != "flash2",
             ordered=ordered,
-            rounds=rounds,
         )
         walks, _ = plans.heads_of(stage, problem)
         first, launches, clump = 0, list[KernelPass](), how.clump
         for n, (cluster, count, deferred) in enumerate(how.launches, 1):
             more = n < len(how.launches)
             one = replace(variant, cluster=cluster, after=n > 1, more=more, deferred=deferred)
-            one = replace(one, rounds=0 if more else rounds)
             kernel = family.kernel(stage.name, problem, tiling, one, gpu)
             grid: tuple[int, ...] = (count,)
             if not kernel.shared_bytes:  # row-wise: no visits
-                grid, clump = (tables.tiles, walks), together if rounds else 1
+                grid, clump = (tables.tiles, walks), 1
             elif kernel.cluster > 1:  # each block has one work tile
                 grid = (count * kernel.cluster,)
             elif kernel.boxes:  # one persistent block per SM

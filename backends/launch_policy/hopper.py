@@ -28,10 +28,9 @@ from flashsim.backends.launch_policy.cost_model import (
     microseconds,
     microseconds_by_keys,
     remainder,
-    running_groups,
     sooner_at_once,
 )
-from flashsim.backends.launch_policy.family import Family, HandOut, PassRequest, Walked, widest
+from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
 from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
@@ -53,13 +52,11 @@ class Hopper(Family):
     """The family of kernels that use Hopper's own instructions.
 
     Error texts for unsupported passes suggest the kernel family that `instead` names. With
-    `brings_tiles`, the forward kernel loads parts of a captured array by TMA. With `rounds_dq`, the
-    fused kernels round dQ themselves, except for tiles of 64 x 64.
+    `brings_tiles`, the forward kernel loads parts of a captured array by TMA.
     """
 
     instead: str = "portable"
     brings_tiles: bool = False
-    rounds_dq: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return the reason why the Hopper kernels cannot run this pass, or None if they can."""
@@ -222,24 +219,6 @@ class Hopper(Family):
         items, steps = walk.walks * tables.tiles, p.group * int(tables.visits[0])
         return remainder(items, steps, *_item_times(walk), gpu)
 
-    def rounds(self, walk: Walked, how: HandOut) -> int:
-        """Return how many rows of dQ a warp of the fused kernel rounds at a time, or 0 if none do.
-
-        Warps of the last launch round, if there are enough head groups: a group is rounded when all
-        of its work tiles, in this launch, are complete. Tiles of 80 rows leave no space for it.
-        """
-        p, tiling = walk.problem, walk.tables.schedule.tiling
-        if not self.rounds_dq or walk.stage.once or how.launches[-1].cluster > 1:
-            return 0
-        if p.cu_seqlens_q or tiling.block_q == 80:
-            return 0
-        if widest(p) > 128 and tiling != ROLES:
-            return 0
-        groups = -(-walk.walks // how.clump)
-        if groups <= running_groups(how.clump, walk.tables.tiles, walk.gpu.multiprocessors):
-            return 0
-        return 8 if tiling == ROLES else 16
-
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ in the next visit.
 
@@ -344,7 +323,7 @@ class Hopper(Family):
         return replace(made, overlaps=True)
 
 
-HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True, rounds_dq=True)
+HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:

@@ -119,9 +119,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
     adds = adds_statistics(problem, tiling, once=variant.once)
     rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
-    unit, state = _rounding(problem, variant, 2)
-    barriers = 2 + 2 * stages + (0 if wide else 4) + state
-    shared = on_chip(tiles + 4 * rows * bq + unit, barriers)
+    shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     rows = bq // 2 if d == 64 else bq  # queries in a warpgroup's piece of dQ
     leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
@@ -133,22 +131,11 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
         | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
         | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse}
         | {"STATISTICS": adds}
-        | ({"ROUNDS": variant.rounds} if variant.rounds else {})
         | ({"SCORE_LATE": 1} if problem.score_mod is not None and bq == 128 else {}),
         boxes,
         variant.cluster,
         outer="keys",
     )
-
-
-def _rounding(problem: Problem, variant: Variant, pieces: int) -> tuple[int, int]:
-    """Return what rounding dQ adds to a fused kernel's shared memory: bytes, and 8-byte words.
-
-    `pieces` is the number of warps that send dQ. Each has a unit of rows, a barrier and a `Part`.
-    """
-    if not variant.rounds:
-        return 0, 0
-    return 4 * pieces * variant.rounds * launch.row_elements(problem.head_dim), 3 * pieces
 
 
 def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
@@ -168,16 +155,13 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     # K, V, Q and dO, P and dS; dQ is staged.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
-    unit, state = _rounding(problem, variant, 1)
-    barriers = 3 + 2 * stages + 2 * d // _CHUNK + state
-    shared = on_chip(tiles + 4 * stages * 2 * bq + unit, barriers)
+    shared = on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
     never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE", "STATISTICS"), 0)
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     return launch.built(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
         (problem, tiling, variant),
-        {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never}
-        | ({"ROUNDS": variant.rounds} if variant.rounds else {}),
+        {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never},
         (*boxes, Box("dq_acc", bq, 32)),
         outer="keys",
     )

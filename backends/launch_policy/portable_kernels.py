@@ -120,7 +120,6 @@ def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) 
     """Return the row-wise kernel: `flash_delta` for "delta", `flash_convert` for "convert"."""
     dlse = int(problem.dlse and stage == "delta")
     more = {"fused": int(variant.fused), "f32": int(problem.dtype == "float32"), "dlse": dlse}
-    more |= {"rounds": variant.rounds} if variant.rounds else {}
     return _kernel("backward_rows", f"flash_{stage}", 8, 0, (problem, tiling, variant), **more)
 
 

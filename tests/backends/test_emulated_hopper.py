@@ -272,61 +272,6 @@ def test_a_pass_in_several_launches(name, choose):
     assert not counted.before
 
 
-#: Of many heads, each a group of its own: dQ of the first is complete while others are computed.
-ROUNDED = {
-    **{name: given for name, given in ALIKE.items() if name not in ("80 rows", "varlen")},
-    "roles": (ROLES, PROBLEMS["groups"]),
-    "roles, window": (ROLES, PROBLEMS["window"]),
-}
-
-
-@pytest.mark.parametrize("name", [n if n == "carried 128" else thorough(n) for n in ROUNDED])
-def test_dq_rounded_by_the_warps_that_send_it(name, choose):
-    """And by the conversion kernel, where they do not get to it."""
-    tiling, problem = ROUNDED[name]
-    choose("clump", 1)
-    delta, fused, converted = compare(replace(problem, batch=5), tiling, report="")
-    rows = 8 if tiling == ROLES else 16
-    assert {dict(x.kernel.constants)["FS_ROUNDS"] for x in (delta, fused, converted)} == {rows}
-    counted = HOPPER.backward_passes(
-        *(replace(problem, batch=5), tiling, GPU, "ascending", "counts", "flash2-fused")
-    )
-    assert not any("FS_ROUNDS" in dict(x.kernel.constants) for x in counted)
-
-
-@pytest.mark.thorough
-def test_dq_rounded_in_the_last_of_several_launches(choose):
-    """But for the heads of which other launches have work tiles."""
-    tiling, problem = ROUNDED["carried 128"]
-    choose("remainder", ((1, 1), (1, 2)))
-    choose("clump", 1)
-    _, fused, _ = compare(replace(problem, batch=6), tiling, report="")
-    rounds = [dict(one.kernel.constants).get("FS_ROUNDS") for one in (*fused.before, fused)]
-    assert rounds == [None, None, 16]
-
-
-@pytest.mark.parametrize("fault", [thorough("scale"), "early", thorough("all")])
-def test_faults_of_rounding_show(fault, choose):
-    """The warps do round; they wait until dQ is complete; and another kernel rounds the rest."""
-    faults = {
-        "scale": ("const float f = a.scale;", "const float f = a.scale * (1 + FAULT);"),
-        "early": ("if (done < u32(by.items) * PIECES) return;", "if (!FAULT && done < "
-                  "u32(by.items) * PIECES) return;"),
-        "all": ("part.last = by.first(item + 1)", "part.last = by.first(item + 1) - FAULT"),
-    }  # fmt: skip
-    tiling, problem = ROUNDED["carried 128"]
-    choose("clump", 1)
-    machine = emulator.Faulty(900, faults, "hopper/backward.cu")
-    problem = replace(problem, batch=5)
-    compare(problem, tiling, machine=machine, report="")
-    machine.seeded = fault
-    if fault == "all":  # a unit that is left out is only left to the other kernel
-        compare(problem, tiling, machine=machine, report="")
-        return
-    with pytest.raises(AssertionError):
-        compare(problem, tiling, machine=machine, report="")
-
-
 @pytest.mark.parametrize("name", ONCE)
 def test_gradients_and_counts_of_one_visit(name):
     compare_once(name)

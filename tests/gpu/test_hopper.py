@@ -237,22 +237,6 @@ def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choo
     check(problem, HOPPER)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160, 192])
-@pytest.mark.parametrize("name", ["causal", "ragged", "more queries", "window", "many items"])
-def test_dq_rounded_by_the_warps_that_send_it(name, head_dim, choose):
-    """Of groups of one head: while others are computed. Some of dQ is left to another kernel."""
-    choose("clump", lambda *_: 1)
-    choose("cluster", lambda *_: 1)
-    choose("remainder", lambda *_: ())
-    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    p = replace(p, batch=max(8, 64 // p.kv_heads))
-    fused = hopper.HOPPER.backward_passes(
-        *(p, None, engine.gpu_of(0), "ascending", "", "flash2-fused")
-    )[1]
-    assert dict(fused.kernel.constants)["FS_ROUNDS"]
-    check(p, replace(HOPPER, forms=(False,)))
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(
     "name", ["1 x 1", "causal", "more queries", "window", "varlen", "blocks", "many items"]

@@ -412,11 +412,6 @@ void ptx_cp_async_bulk_tensor_5d_shared_cluster_global_mbarrier_complete_tx_byte
     u32 to, const void* map, u32 bar, int column, int row, int head, int stop, int round) {
     load_box(to, map, bar, column, row - round + stop, head, 0, stop);
 }
-void ptx_cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(
-    u32 to, const void* from, u32 bar, u32 bytes) {
-    memcpy(shared + to, from, bytes);
-    barrier(bar).bytes -= bytes, settle(barrier(bar));
-}
 void ptx_cp_reduce_async_bulk_tensor_4d_global_shared_cta_add_tile_bulk_group(
     const void* map, u32 from, int column, int row, int head, int batch, int) {
     move_box<ADD>(*static_cast<const Map*>(map), from, column, row, head, batch, rows_of(map));

@@ -341,5 +341,4 @@ def run_backward(
         narrow = p.dtype != "float32"
         acc = unwritten(p, p.heads, p.n_q, p.head_dim, "float32") if narrow else arrays["dq"]
         arrays["dq_acc"] = acc
-        arrays["turns"] = np.full(1 << 16, 0xFFFFFFFF, "u4")
     return arrays, [emulator.launch(one, arrays) for one in passes]

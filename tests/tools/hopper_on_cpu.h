@@ -9,8 +9,6 @@ void ptx_cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_byte
     u32 to, const void* map, u32 bar, int column, int row, int head, int batch, int round);
 void ptx_cp_async_bulk_tensor_5d_shared_cluster_global_mbarrier_complete_tx_bytes(
     u32 to, const void* map, u32 bar, int column, int row, int head, int stop, int round);
-void ptx_cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(
-    u32 to, const void* from, u32 bar, u32 bytes);
 void ptx_cp_reduce_async_bulk_tensor_4d_global_shared_cta_add_tile_bulk_group(
     const void* map, u32 from, int column, int row, int head, int batch, int round);
 void ptx_cp_reduce_async_bulk_tensor_5d_global_shared_cta_add_tile_bulk_group(
@@ -37,10 +35,10 @@ template <class... X> void ptx_wgmma_commit_group_sync_aligned(X...) {}
 template <class... X> void ptx_wgmma_wait_group_sync_aligned(X...) {}
 template <class... X> void ptx_setmaxnreg_dec_sync_aligned_u32(X...) {}
 template <class... X> void ptx_setmaxnreg_inc_sync_aligned_u32(X...) {}
-inline void ptx_ld_acquire_gpu_global_u32(u32& x, const u32* from) { x = *from; }
-inline void ptx_red_release_gpu_global_add_u32(u32* to) { ++*to; }
 // Not reached: clusters, additions in order.
 template <class... X> void ptx_mapa_shared_cluster_u32(X&&...) {}
+template <class... X> void ptx_ld_acquire_gpu_global_u32(X&&...) {}
+template <class... X> void ptx_red_release_gpu_global_add_u32(X&&...) {}
 
 template <bool BF16>
 void wgmma(float* const* d, int n, u64 a, u64 b, bool accumulate, bool a_down, bool b_down);

@@ -50,7 +50,6 @@ constexpr bool SPLIT_COLUMNS = D == 128;
 [[maybe_unused]] constexpr bool UPRIGHT = COLUMNS <= 32;
 constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
 [[maybe_unused]] constexpr int DQ_BOXES = FS_ONCE ? 1 : 2;
-[[maybe_unused]] constexpr int PIECES = WARPGROUPS;  // of a visit's dQ, each sent by a warp
 [[maybe_unused]] constexpr int DQ_FLOATS = UPRIGHT ? 16 : DQ_ROWS / 2;
 __device__ inline int dq_row(int g) { return SPLIT_COLUMNS ? 0 : DQ_ROWS * g; }
 __device__ inline int dq_column(int g, int box) { return (SPLIT_COLUMNS ? 64 * g : 0) + 32 * box; }
@@ -69,8 +68,6 @@ static_assert(!FS_ONCE || (FS_FUSED && !FS_ORDERED && !FS_SOFTCAP && BLOCK_Q % 3
 static_assert(!FS_ONCE || !FS_SCORE_MOD, "delta is no sum of what it has");
 static_assert(FS_ONCE || !FS_DLSE, "delta has it already");
 static_assert(!FS_STATISTICS || (FS_BF16 && START && !FS_ONCE), "");
-static_assert(!FS_ROUNDS || (FS_FUSED && !FS_ONCE && !FS_ORDERED && !FS_TRACE), "");
-static_assert(!FS_ROUNDS || (FS_CLUSTER == 1 && !FS_MORE && !FS_VARLEN), "");
 static_assert(!FS_ONCE || !FS_DEFERRED, "no visit follows in which dQ would be computed");
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
 
@@ -90,9 +87,6 @@ struct OnChip {
 #else
     alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // staged for the addition to dQ
 #endif
-#if FS_ROUNDS
-    alignas(128) float unit[PIECES][FS_ROUNDS * FS_HEAD_DIM];    // of dQ, to round
-#endif
 #endif
 #if FS_STATISTICS
     alignas(1024) u16 statistics[STAGES][BLOCK_Q * 16];    // see STATISTICS in kv_outer.cuh
@@ -105,10 +99,6 @@ struct OnChip {
     u64 kv_full, k_empty, v_empty;                         // barriers of k and v
     u64 ds_full[STAGES], ds_free[STAGES];                  // barriers of ds, if dQ is deferred
     u64 full[STAGES], empty[STAGES];                       // barriers of q, dout and statistics
-#if FS_ROUNDS
-    u64 unit_full[PIECES];                                 // barriers of unit
-    Part part[PIECES];
-#endif
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");

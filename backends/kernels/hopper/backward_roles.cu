@@ -12,7 +12,6 @@ constexpr int PRODUCER_REGISTERS = 24, SCORES_REGISTERS = 136, SUMS_REGISTERS = 
 static_assert(PRODUCER_REGISTERS + SCORES_REGISTERS + 2 * SUMS_REGISTERS <= 512, "or all hang");
 constexpr bool START = false;  // the scores' accumulators start at 0
 // dQ is sent in one piece, in boxes of 32 columns by all queries.
-[[maybe_unused]] constexpr int PIECES = 1;
 constexpr int DQ_ROWS = BLOCK_Q, DQ_COLUMNS = columns_taken(32), DQ_BOXES = DQ_COLUMNS / 32;
 __device__ inline int dq_row(int) { return 0; }
 __device__ inline int dq_column(int, int box) { return 32 * box; }
@@ -26,17 +25,10 @@ struct OnChip {
     alignas(1024) u16 p[BLOCK_K * 64];                  // P^T: a row is a key, 64 queries wide
     alignas(1024) u16 ds[BLOCK_K * 64];                 // dS^T, as P^T
     alignas(1024) float dq[1][D / 32][DQ_ROWS * 32];    // staged for the addition to dQ
-#if FS_ROUNDS
-    alignas(128) float unit[PIECES][FS_ROUNDS * FS_HEAD_DIM];  // of dQ, to round
-#endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q]; // -lse in units of log 2, and -delta
     u64 kv_full, k_empty, v_empty;                      // barriers of k and v
     u64 full[STAGES], empty[STAGES];                    // barriers of q, lse and delta
     u64 dout_full[CHUNKS], dout_empty[CHUNKS];
-#if FS_ROUNDS
-    u64 unit_full[PIECES];                              // barriers of unit
-    Part part[PIECES];
-#endif
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
@@ -376,9 +368,6 @@ hopper_backward_roles(const __grid_constant__ TensorMap map_q,
             barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
             barrier_init(&s.empty[i], 4);  // dK's warps: they wait for dS, and so for all else
         }
-#if FS_ROUNDS
-        for (int i = 0; i < PIECES; ++i) barrier_init(&s.unit_full[i], 1);
-#endif
         for (int c = 0; c < CHUNKS; ++c)
             // the warps of dP and of dV
             barrier_init(&s.dout_full[c], 1), barrier_init(&s.dout_empty[c], 8);

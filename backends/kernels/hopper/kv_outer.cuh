@@ -43,9 +43,6 @@ __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
         barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes that write the statistics
         barrier_init(&s.empty[i], 4 * WARPGROUPS);
     }
-#if FS_ROUNDS
-    for (int i = 0; i < PIECES; ++i) barrier_init(&s.unit_full[i], 1);
-#endif
 #if FS_DEFERRED
     for (int i = 0; i < STAGES; ++i)
         barrier_init(&s.ds_full[i], 4 * WARPGROUPS), barrier_init(&s.ds_free[i], 4 * WARPGROUPS);
@@ -246,79 +243,6 @@ __device__ inline void pass_turn(u32* turn) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
 }
 
-#if FS_ROUNDS
-// One thread: its piece of a work tile's additions is complete.
-__device__ inline void count_piece(const Args& a, int walk) {
-    u32* const done = Rounding(a).done(walk / a.clump);
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(done) : "memory");
-}
-
-// One thread: requests the next unit that has rows, if there is one.
-__device__ inline void request_unit(OnChip& s, const Args& a, int g) {
-    const Rounding by(a);
-    Part& part = s.part[g];
-    for (; part.unit < part.last; part.unit += PIECES) {
-        const int tile = part.unit / Rounding::PER_TILE;
-        const int row = tile % by.tiles * FS_BLOCK_Q + part.unit % Rounding::PER_TILE * FS_ROUNDS;
-        const int rows = min(FS_ROUNDS, a.n_q - row);
-        if (rows <= 0) continue;
-        const i64 from = i64(part.head + tile / by.tiles) * a.n_q + row;
-        const u32 bytes = rows * FS_HEAD_DIM * 4;
-        arrive_expect(&s.unit_full[g], bytes);
-        copy_bytes(s.unit[g], a.dq_acc + from * FS_HEAD_DIM, &s.unit_full[g], bytes);
-        return;
-    }
-}
-
-// One thread, before a work tile: finds the units to round meanwhile.
-__device__ inline void begin_part(OnChip& s, const Args& a, const Item& it, int g) {
-    const Rounding by(a);
-    Part& part = s.part[g];
-    // The last group of which most likely no work tile is running any more.
-    const int group = it.walk / a.clump - 1 - int(gridDim.x + by.items - 1) / by.items;
-    if (group < 0 || part.unit < part.last) return;
-    u32 done;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                 : "=r"(done) : "l"(by.done(group)) : "memory");
-    if (done < u32(by.items) * PIECES) return;
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-    const int item = it.walk % a.clump * a.tiles + it.outer;
-    part.unit = by.first(item) + g, part.last = by.first(item + 1), part.head = group * by.heads;
-    request_unit(s, a, g);
-}
-
-// A warp: rounds and stores a unit, and requests the next one.
-__device__ inline void round_unit(OnChip& s, const Args& a, int g) {
-    constexpr int PER_ROW = FS_HEAD_DIM / 8;  // pieces of 8 elements
-    const Rounding by(a);
-    Part& part = s.part[g];
-    if (part.unit >= part.last) return;
-    wait(&s.unit_full[g], part.parity);
-    const int tile = part.unit / Rounding::PER_TILE, walk = part.head + tile / by.tiles;
-    const int row = tile % by.tiles * FS_BLOCK_Q + part.unit % Rounding::PER_TILE * FS_ROUNDS;
-    const int pieces = min(FS_ROUNDS, a.n_q - row) * PER_ROW, lane = threadIdx.x % 32;
-    char* const to = a.dq.at(walk / a.heads, walk % a.heads, row);
-#pragma unroll 1
-    for (int e = lane; e < pieces; e += 32) {
-        const float4* from = reinterpret_cast<const float4*>(s.unit[g]) + 2 * e;
-        const float4 l = from[0], h = from[1];
-        const float f = a.scale;
-        *reinterpret_cast<uint4*>(to + (e / PER_ROW * a.dq.row + e % PER_ROW * 8) * 2) =
-            make_uint4(pack(l.x * f, l.y * f), pack(l.z * f, l.w * f), pack(h.x * f, h.y * f),
-                       pack(h.z * f, h.w * f));
-    }
-    __syncwarp();  // all have read the unit
-    if (lane == 0) {
-        const int unit = part.unit % (by.tiles * Rounding::PER_TILE);
-        *by.rounded(a.walks, walk, unit) = 1;
-        part.unit += PIECES, part.parity ^= 1;
-        request_unit(s, a, g);
-    }
-    __syncwarp();
-}
-#endif
-
 // Stages a piece of dQ that is not transposed, 32 columns per box, whose rows are swizzled. Odd
 // rows write the other half of a box's columns first: otherwise two rows would conflict in the same
 // banks.
@@ -345,27 +269,10 @@ __device__ __forceinline__ void stage_columns(float (*boxes)[DQ_ROWS * 32], cons
 __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
     const bool leads = threadIdx.x % 32 == 0;
     Ring slot;
-#if FS_ROUNDS
-    int before = -1;  // the head of the last work tile, whose piece is not counted yet
-    if (!FS_AFTER) wait_for_what_ran_before();  // which flash_delta has been, for a later launch
-    if (leads) s.part[g] = {0, 0, 0, 0};
-    __syncwarp();
-#endif
     named_arrive(DQ_FREE + g, 160);
     while (true) {
         const Item it = s.items.read(slot);
-#if FS_ROUNDS
-        if (it.walk < 0) {  // the block must not exit before the last request is complete
-            if (leads) s.part[g].last = min(s.part[g].last, s.part[g].unit + 1);
-            __syncwarp();
-            round_unit(s, a, g);
-        }
-#endif
         if (it.walk < 0) return;
-#if FS_ROUNDS
-        if (leads) begin_part(s, a, it, g);
-        __syncwarp();
-#endif
         Step step;
 #pragma unroll 1
         for (int left = step.begin(a, it, it.visits.count); left; --left) {
@@ -397,13 +304,6 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             }
             __syncwarp();
             named_arrive(DQ_FREE + g, 160);  // the piece may be overwritten
-#if FS_ROUNDS
-            // By now the last work tile's additions are complete: this wait is short.
-            if (leads && before >= 0) reduce_wait_but_one(), count_piece(a, before);
-            __syncwarp();
-            before = -1;
-            round_unit(s, a, g);
-#endif
 #if FS_ORDERED
             if (leads) {
                 reduce_wait();
@@ -412,11 +312,6 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #endif
             step.next(a, it, it.visits.count);
         }
-#if FS_ROUNDS
-        if (leads && before >= 0) reduce_wait(), count_piece(a, before);
-        __syncwarp();
-        before = it.walk;
-#endif
     }
 }
 #endif

@@ -100,13 +100,6 @@ __device__ inline void copy_box_to_all(void* to, const TensorMap* map, u64* bar,
                     "r"(column), "r"(row), "r"(head), "r"(batch), "r"(ROUND),
                     "h"(static_cast<u16>((1 << blocks) - 1)) : "memory");
 }
-// Copies contiguous bytes to shared memory, a multiple of 16.
-__device__ inline void copy_bytes(void* to, const void* from, u64* bar, u32 bytes) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1], %3, [%2];"
-                 :: "r"(shared_address(to)), "l"(from), "r"(shared_address(bar)), "r"(bytes)
-                 : "memory");
-}
 // Adds one float32 box in shared memory to a (d, n, head, batch) tensor. L2 performs the additions;
 // elements outside the tensor are dropped.
 __device__ inline void reduce_box(const TensorMap* map, const void* from, int column, int row,
@@ -142,10 +135,6 @@ __device__ inline void reduce_wait_read() {  // the buffers that this thread sen
 }
 __device__ inline void reduce_wait() {  // this thread's additions are complete
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-// all of this thread's additions are complete, except those of the last group
-[[maybe_unused]] __device__ inline void reduce_wait_but_one() {
-    asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
 }
 // Makes this thread's ordinary writes to shared memory visible to wgmma and to TMA.
 __device__ inline void fence_async_shared() {

@@ -46,13 +46,6 @@ struct Item {
     Walk visits;
 };
 
-// The units of dQ that a warp rounds next (see Rounding): from `unit` to `last`, every PIECES-th, as
-// PIECES warps send dQ. They belong to query heads from `head` on. TMA brings the first one.
-struct Part {
-    int unit, last, head;
-    u32 parity;
-};
-
 // Work tile `w` of the launch. As in common.cuh, a group of `clump` heads, whose tensors fit in L2
 // together, is finished before the next group; within a group, the tiles with the most visits come
 // first.

@@ -97,13 +97,6 @@ flash_delta(const __grid_constant__ Args a) {
             if (r < rows.stop && lane == 0) a.delta[i64(walk) * a.n_q + r] = sum[j], stored += 4;
         }
     }
-#if FS_ROUNDS
-    const Rounding by(a);
-    const int kv_heads = a.walks / a.group;
-    if (threadIdx.x < Rounding::PER_TILE)
-        *by.rounded(kv_heads, walk, i * Rounding::PER_TILE + threadIdx.x) = 0;
-    if (threadIdx.x == 0 && i == 0 && walk < kv_heads) *by.done(walk) = 0;
-#endif
 #if FS_FUSED
     const i64 first = i64(walk) * a.n_q + rows.start;
     float4* acc = reinterpret_cast<float4*>(a.dq_acc + first * FS_HEAD_DIM);
@@ -132,31 +125,17 @@ flash_convert(const __grid_constant__ Args a) {
         reinterpret_cast<const float4*>(a.dq_acc + (i64(walk) * a.n_q + rows.start) * FS_HEAD_DIM);
     constexpr int PER_ROW = FS_HEAD_DIM / 8;
     const int pieces = (rows.stop - rows.start) * PER_ROW;
-#if FS_ROUNDS
-    u32 rounded = 0;  // a bit per unit; each warp has all
-    const Rounding by(a);
-    const int own = threadIdx.x % 32;
-    if (own < Rounding::PER_TILE)
-        rounded = *by.rounded(a.walks / a.group, walk, i * Rounding::PER_TILE + own) << own;
-    rounded = __reduce_add_sync(~0u, rounded);
-#endif
     for (int e0 = threadIdx.x; e0 < pieces; e0 += DEEP * THREADS) {
         float4 x[DEEP], y[DEEP];
 #pragma unroll
         for (int j = 0; j < DEEP; ++j) {
             const int e = e0 + j * THREADS;
-#if FS_ROUNDS
-            if (e >= pieces || rounded >> e / PER_ROW / FS_ROUNDS & 1) continue;
-#endif
             if (e < pieces) x[j] = acc[2 * e], y[j] = acc[2 * e + 1];
         }
 #pragma unroll
         for (int j = 0; j < DEEP; ++j) {
             const int e = e0 + j * THREADS;
             if (e >= pieces) break;
-#if FS_ROUNDS
-            if (rounded >> e / PER_ROW / FS_ROUNDS & 1) continue;
-#endif
             const float s = a.scale;
             const float4 l = x[j], h = y[j];
             dq.piece(rows.start + e / PER_ROW, e % PER_ROW) = {

@@ -332,8 +332,6 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     device, name = traffic.device, one.stage.name
     if not one.kernel.shared_bytes:  # a row-wise kernel, which streams rows
         bytes_once = once_bytes(traffic, name)
-        if one.stage.converts:  # the fused kernel may have done most of it
-            bytes_once *= cost_model.left_to_convert(one, device.sm_count)
         begun, share = STREAMED[one.kernel.overlaps]
         streamed = bytes_once / (device.hbm_bandwidth * share)
         seconds = begun + streamed
