@@ -36,8 +36,11 @@ using i64 = long long;
 #endif
 #ifndef FS_RAMP
 // 1 if a score function that is linear in the positions is part of the scores' product; see Ramp in
-// hopper/forward.cu
+// hopper/forward.cu and STATISTICS in hopper/kv_outer.cuh
 #define FS_RAMP 0
+#endif
+#ifndef FS_ADDED
+#define FS_ADDED 0  // 1 if the score function only adds to the score; see added_term in flex.cuh
 #endif
 #ifndef FS_BOUNDED
 // 1 if scores are bounded, so a forward needs no running maximum; see BoundedSoftmax

@@ -100,12 +100,29 @@ __device__ __forceinline__ void add_sums(const Args& a, const Head& at, FlashSum
 }
 #endif
 
+// With FS_ADDED the score function adds a term that does not depend on the score. Returns this term
+// in units of log 2, or `tile`, if the kernel has that in shared memory.
+__device__ __forceinline__ float added_term(const Args& a, const Head& at, FlashAt q, FlashAt k) {
+    return LOG2E * of_function(a, at, -0.0f, q, k);
+}
+__device__ __forceinline__ float added_term(const Args&, const Head&, FlashAt, FlashAt,
+                                            float tile) {
+    return tile;
+}
+
 // Returns P of a raw score. Replaces the score by P times the function's slope, from which dS is
 // computed. With FS_SCORE_LATE the raw score stays, and function_gradient computes dS from the
-// rounded P.
-template <bool KEPT>
+// rounded P. With FS_ADDED the log-sum-exp is subtracted from the score already.
+template <bool KEPT, class... Tile>
 __device__ __forceinline__ float probability(const Args& a, const Head& at, float& S, float factor,
-                                             float minus_lse, FlashAt q, FlashAt k, bool inside) {
+                                             float minus_lse, FlashAt q, FlashAt k, bool inside,
+                                             Tile... tile) {
+#if FS_ADDED
+    float p = exp2_approx(S * factor + added_term(a, at, q, k, tile...));
+    if (!KEPT && !(inside && kept(a, at, q, k))) p = 0.0f;
+    if (!FS_SCORE_LATE) S = p;
+    return p;
+#else
     const float raw = S, s = after_function(a, at, raw, q, k);
     float p = exp2_approx(s * factor + minus_lse);
     if (!KEPT && !(inside && kept(a, at, q, k))) p = 0.0f;
@@ -115,6 +132,7 @@ __device__ __forceinline__ float probability(const Args& a, const Head& at, floa
     if (!KEPT && p == 0.0f) S = 0.0f;  // the slope may be infinite where P is 0
 #endif
     return p;
+#endif
 }
 #endif
 

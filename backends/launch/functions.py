@@ -87,8 +87,9 @@ class Generated:
 
     A kernel may load the array `tile` into shared memory, one tile at a time. If `tile` is None, a
     kernel may load the elements of `band` for the distances q - k in a tile pair. `ramp` is a term
-    of the score function that is linear in the positions. `graphs` are the traced mask and score
-    function, which kernels in Python use.
+    of the score function that is linear in the positions. With `adds`, the score function only adds
+    a term to the score. With `by_distance`, positions enter this term only through an element of
+    `band`. `graphs` are the traced mask and score function, which kernels in Python use.
     """
 
     text: str
@@ -101,6 +102,8 @@ class Generated:
     tile: BiasTile | None = None
     band: TableBand | None = None
     ramp: Ramp | None = None
+    adds: bool = False
+    by_distance: bool = False
     graphs: tuple[Graph | None, Graph | None] = (None, None)
     wanted: tuple[str, ...] = ()
 
@@ -257,6 +260,48 @@ def ramp_of(problem: Problem) -> Ramp | None:
     return functions.plain.ramp if _SCALES[0] <= problem.scale <= _SCALES[1] else None
 
 
+def adds_term(problem: Problem) -> bool:
+    """Return whether the score function only adds a term that is independent of the score."""
+    functions = functions_of(problem)
+    return functions is not None and functions.plain.adds
+
+
+def _adds(graph: Graph) -> bool:
+    score, n = graph.argument("score"), graph.root
+    while n != score:
+        node = graph.nodes[n]
+        scored = [a for a in node.args if "score" in graph.depends[a]]
+        if len(scored) != 1 or node.op not in ("add", "sub"):
+            return False
+        if node.op == "sub" and node.args[0] != scored[0]:
+            return False
+        n = scored[0]
+    return True
+
+
+def adds_by_distance(problem: Problem) -> bool:
+    """Return whether the score function adds a term that only depends on the distance q - k.
+
+    The term also may depend on the batch entry and the head. It reads one array at the distance.
+    """
+    functions = functions_of(problem)
+    return functions is not None and functions.plain.by_distance
+
+
+def _by_distance(graph: Graph, band: TableBand | None) -> bool:
+    if band is None or not _adds(graph):
+        return False
+    pending = [graph.root]
+    while pending:
+        n = pending.pop()
+        if n == band.node:
+            continue
+        if graph.nodes[n].op == "arg" and graph.nodes[n].value in ("q", "k"):
+            return False
+        pending += graph.nodes[n].args
+    return True
+
+
 def _ramp_of(graph: Graph) -> Ramp | None:
     root = graph.nodes[graph.root]
     score = graph.argument("score")
@@ -337,6 +382,8 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             tile,
             band,
             None if score is None else _ramp_of(score),
+            score is not None and _adds(score),
+            score is not None and _by_distance(score, band),
             (mask, score),
             tuple(source.gradients),
         )

@@ -117,9 +117,11 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     # warps.
     dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
+    score = {} if wide else _added(problem, tiling)
     adds = adds_statistics(problem, tiling, once=variant.once)
     rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
-    shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
+    elements = score.get("DISTANCES", 0) * (bq + bk)
+    shared = on_chip(tiles + 4 * (rows * bq + elements), 2 + 2 * stages + (0 if wide else 4))
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     rows = bq // 2 if d == 64 else bq  # queries in a warpgroup's piece of dQ
     leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
@@ -131,7 +133,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
         | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
         | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse}
         | {"STATISTICS": adds}
-        | ({"SCORE_LATE": 1} if problem.score_mod is not None and bq == 128 else {}),
+        | score,
         boxes,
         variant.cluster,
         outer="keys",
@@ -142,12 +144,35 @@ def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
     """Return whether a product adds the log-sum-exp and delta of rows to the scores and dP.
 
     See STATISTICS in kernels/hopper/kv_outer.cuh. The product's operands are bfloat16 numbers,
-    which have float32's range. A score function, a softcap or a negative scale needs the scores
-    themselves. With 80 rows per tile, shared memory has no room for the operand.
+    which have float32's range. A softcap, a negative scale, or a score function that does more than
+    adding a term needs the scores themselves. With 80 rows per tile, shared memory has no room for
+    the operand.
     """
-    simple = not problem.softcap and problem.score_mod is None and problem.scale > 0
+    score = problem.score_mod is None or functions.adds_term(problem)
+    simple = not problem.softcap and score and problem.scale > 0
     room = tiling.block_q % 64 == 0 and max(problem.head_dim, problem.head_dim_v) <= 128
     return problem.dtype == "bfloat16" and simple and room and not once
+
+
+def _added(problem: Problem, tiling: Tiling) -> dict[str, int]:
+    """Return the backward kernel's constants for a score function, up to a head_dim of 128.
+
+    If the function only adds a term, scores start at the log-sum-exp all the same. The product that
+    brings the log-sum-exp also brings a term that is linear in the positions, unless arrays get
+    gradients. Terms by distance pass through shared memory.
+    """
+    if problem.score_mod is None:
+        return {}
+    if problem.softcap or problem.scale <= 0 or not functions.adds_term(problem):
+        return {"SCORE_LATE": 1} if tiling.block_q == 128 else {}
+    adds = adds_statistics(problem, tiling, once=False)
+    if adds and functions.ramp_of(problem) and not problem.score_grads:
+        return {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
+    made = {"ADDED": 1, "SCALED": 0}
+    if functions.adds_by_distance(problem) and tiling.block_q % 64 == 0:
+        reads = functions.read_arrays(problem, beside_ahead=True)
+        return made | {"DISTANCES": _DISTANCES, "READS": reads}
+    return made
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:

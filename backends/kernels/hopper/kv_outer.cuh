@@ -34,6 +34,15 @@ struct Step {
 };
 static_assert(!FS_IN_STEP || (FS_CLUSTER == 1 && !FS_ORDERED), "these have an order of their own");
 
+#include "flex.cuh"
+#if FS_FLEX
+// The query head of a step.
+__device__ __forceinline__ Head head_of(const Args& a, const Item& it, const Step& step) {
+    const int kv_heads = a.heads / a.group;
+    return head_at(a, it.walk / kv_heads, it.walk % kv_heads * a.group + step.member, it.outer);
+}
+#endif
+
 // One thread initialises the barriers; `senders` further warps read the work tiles.
 __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
     if (threadIdx.x != 0) return;
@@ -148,19 +157,25 @@ __device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from)
 // reading them from shared memory takes longer, since every thread needs every second pair. A row
 // of 16 columns has each statistic as a sum of three bfloat16 numbers, which is exact to float32:
 // -lse / scale in columns 0 to 2, -delta in columns 4 to 6. The other columns are 0.
+//
+// With FS_RAMP a score function adds a linear function of the positions (ALiBi). A row then starts
+// at -lse / scale plus the function's value at the tile's first key. Columns 8 to 10 have the
+// function's step per key, which the product multiplies by the number of the key in the tile.
 constexpr float LOWEST = -0x1p126f;  // instead of -inf, which the product would multiply by 0
-__device__ inline void write_statistics(u16* rows, int row, float first, float second) {
-    u32 parts[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float x = i ? second : first;
-        const float high = unpack(pack(x, 0.0f)).x, middle = unpack(pack(x - high, 0.0f)).x;
-        parts[2 * i] = pack(high, middle), parts[2 * i + 1] = pack(x - high - middle, 0.0f);
-    }
+struct Parts {
+    u32 two, one;  // high and middle part; low part and 0
+};
+__device__ inline Parts three_parts(float x) {
+    const float high = unpack(pack(x, 0.0f)).x, middle = unpack(pack(x - high, 0.0f)).x;
+    return {pack(high, middle), pack(x - high - middle, 0.0f)};
+}
+__device__ inline void write_statistics(u16* rows, int row, float first, float second,
+                                        Parts step = {0, 0}) {
+    const Parts one = three_parts(first), other = three_parts(second);
     const int turn = row / 4 % 2;  // the 32-byte swizzle
     uint4* to = reinterpret_cast<uint4*>(rows + row * 16);
-    to[turn] = make_uint4(parts[0], parts[1], parts[2], parts[3]);
-    to[1 - turn] = make_uint4(0, 0, 0, 0);
+    to[turn] = make_uint4(one.two, one.one, other.two, other.one);
+    to[1 - turn] = make_uint4(step.two, step.one, 0, 0);
 }
 #endif
 
@@ -201,12 +216,27 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 report(counts + 3, 4 * exists);
             }
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+#if FS_RAMP
+            const Head at = head_of(a, it, step);
+            const Parts of_key = three_parts(flash_ramp_step(a.captured, at.at) * -unit);
+#endif
 #if FS_STATISTICS
 #pragma unroll
-            for (int i = 0; i < PER_LANE; ++i)
-                if (lane + 32 * i < BLOCK_Q)
-                    write_statistics(s.statistics[ring.stage], lane + 32 * i,
-                                     lse[i] == NEG_INF ? LOWEST : lse[i] * unit, -delta[i]);
+            for (int i = 0; i < PER_LANE; ++i) {
+                const int x = lane + 32 * i;
+#if FS_RAMP  // the function at the first key, minus the log-sum-exp
+                const FlashAt query = at.query(existing(first + x, it.end));
+                const float of_first = flash_score(a.captured, -lse[i], at.at, query,
+                                                   at.key(it.own.start));
+                const float start = of_first * -unit;
+#else
+                const Parts of_key = {0, 0};
+                const float start = lse[i] * unit;
+#endif
+                if (x < BLOCK_Q)
+                    write_statistics(s.statistics[ring.stage], x,
+                                     lse[i] == NEG_INF ? LOWEST : start, -delta[i], of_key);
+            }
             fence_async_shared();
 #else
 #pragma unroll
@@ -220,6 +250,17 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                     s.delta[ring.stage][x] = -delta[i];
 #endif
                 }
+            }
+#endif
+#if FS_DISTANCES
+            // the function's terms, in units of log 2, by distance: the smallest distance first
+            const Head head = head_of(a, it, step);
+            const int nearest = head.query(first).base - head.key(it.own.start).base - FS_BLOCK_K + 1;
+#pragma unroll
+            for (int x = 0; x < DISTANCES; x += 32) {
+                const float element = flash_band(a.captured, head.at, nearest + x + lane);
+                s.distances[ring.stage][x + lane] =
+                    LOG2E * flash_score(a.captured, -0.0f, element, head.at, 0, 0);
             }
 #endif
             arrive(&s.full[ring.stage]);  // every lane arrives for what it wrote
@@ -321,14 +362,7 @@ __device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
     return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
 }
 
-#include "flex.cuh"
 #if FS_FLEX
-// The query head of a step.
-__device__ __forceinline__ Head head_of(const Args& a, const Item& it, const Step& step) {
-    const int kv_heads = a.heads / a.group;
-    return head_at(a, it.walk / kv_heads, it.walk % kv_heads * a.group + step.member, it.outer);
-}
-
 // Whether both tiles of a pair that starts at `query` are complete. Then all positions of its
 // scores exist, at fixed distances. Otherwise a function that reads arrays gets positions clamped
 // to those that exist.
@@ -368,7 +402,8 @@ __device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const 
 
 #if FS_SCORE_MOD
 // P of raw scores whose rows are keys; see `probability`. `statistic` is the queries' -lse in units
-// of log 2.
+// of log 2. With FS_DISTANCES it is the added term of this thread's first key and first query
+// instead, among those of other distances; with FS_ADDED alone it is not read.
 template <bool KEPT, bool EXACT, int N>
 __device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N], const Args& a,
                                                    const Item& it, const Head& at, float factor,
@@ -376,12 +411,18 @@ __device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N],
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
 #pragma unroll
     for (int e = 0; e < N; ++e) {
-        const float2 lse = query_pair(statistic, e / 4);
         const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
         const FlashAt q = EXACT ? FlashAt(query, step) : existing(query, step, it.end);
         const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
-        P[e] = probability<KEPT>(a, at, S[e], factor, e % 2 ? lse.y : lse.x, q, k,
-                                 keep[r](query + step));
+        const bool inside = keep[r](query + step);
+#if FS_DISTANCES
+        P[e] = probability<KEPT>(a, at, S[e], factor, 0.0f, q, k, inside, statistic[step - 8 * r]);
+#elif FS_ADDED
+        P[e] = probability<KEPT>(a, at, S[e], factor, 0.0f, q, k, inside);
+#else
+        const float2 lse = query_pair(statistic, e / 4);
+        P[e] = probability<KEPT>(a, at, S[e], factor, e % 2 ? lse.y : lse.x, q, k, inside);
+#endif
     }
 }
 template <int N>
