@@ -46,6 +46,10 @@ using i64 = long long;
 // 1 if scores are bounded, so a forward needs no running maximum; see BoundedSoftmax
 #define FS_BOUNDED 0
 #endif
+#ifndef FLASH_RANGES
+// 1 if the mask function keeps a range of keys per query; see kept_keys in flex.cuh
+#define FLASH_RANGES 0
+#endif
 #ifndef FLASH_BOUND
 #define FLASH_BOUND 0.0f  // upper bound of |result| of a score function
 #endif

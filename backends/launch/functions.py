@@ -19,6 +19,8 @@ from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import FLOAT, ArraySpec, Graph
 from flashsim.functions.intervals import largest_result
+from flashsim.functions.mask import MaskFunction
+from flashsim.functions.spans import spans_of
 from flashsim.problem.problem import Problem
 
 #: Text around the generated functions. It selects the hardware's tanh where a softcap uses it
@@ -81,9 +83,10 @@ class Generated:
 
     `captured_bytes` is the size of ``struct FlashCaptured``, a multiple of 8. With `sums`,
     ``flash_score_grad`` adds to the gradients of the captured arrays named in `wanted`. With
-    `reads`, the functions read captured arrays by query or key, so a kernel must call them only at
-    existing positions. `reads_beside` is the same as `reads`, but ignores the arrays `tile` and
-    `band`.
+    `mask_reads` or `score_reads`, the function reads captured arrays by query or key, so a kernel
+    must call it only at existing positions. `reads_beside` is the same as `score_reads`, but
+    ignores the arrays `tile` and `band`. With `ranges`, the mask keeps ranges of keys and of
+    queries, and kernels need not call it.
 
     A kernel may load the array `tile` into shared memory, one tile at a time. If `tile` is None, a
     kernel may load the elements of `band` for the distances q - k in a tile pair. `ramp` is a term
@@ -97,8 +100,10 @@ class Generated:
     mask: bool
     score: bool
     sums: bool
-    reads: bool
+    mask_reads: bool
+    score_reads: bool
     reads_beside: bool = False
+    ranges: bool = False
     tile: BiasTile | None = None
     band: TableBand | None = None
     ramp: Ramp | None = None
@@ -114,7 +119,7 @@ class Generated:
             "MASK_MOD": int(self.mask),
             "SCORE_MOD": int(self.score),
             "SCORE_SUMS": int(self.sums),
-            "READS": int(self.reads),
+            "READS": int(self.mask_reads or self.score_reads),
         }
 
 
@@ -134,20 +139,22 @@ def functions_of(problem: Problem) -> Functions | None:
     """Return the CUDA code of a problem's mask and score functions, or None if it has neither."""
     if problem.mask_mod is None and problem.score_mod is None:
         return None
-    return _functions(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
+    return _functions(problem.mask_mod, problem.score_mod, problem.score_grads, _extents(problem))
 
 
-def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
+def read_arrays(problem: Problem, *, beside_ahead: bool = False, ranges: bool = False) -> bool:
     """Return whether the mask or score function reads captured arrays by query or key.
 
     With `beside_ahead`, the arrays of `tile_of` and `band_of` do not count, because kernels load
-    them in advance.
+    them in advance. With `ranges`, a mask that keeps ranges does not count.
     """
     functions = functions_of(problem)
     if functions is None:
         return False
+    plain = functions.plain
     apart = beside_ahead and (tile_of(problem) or band_of(problem))
-    return functions.plain.reads_beside if apart else functions.plain.reads
+    score = plain.reads_beside if apart else plain.score_reads
+    return score or (plain.mask_reads and not (ranges and plain.ranges))
 
 
 def has_known_slope(problem: Problem) -> bool:
@@ -353,7 +360,18 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
     """Return a problem's functions as CUDA code, without and with gradients of captured arrays."""
-    return _sources(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
+    return _sources(problem.mask_mod, problem.score_mod, problem.score_grads, _extents(problem))
+
+
+def arrays_of_mask(mask: MaskFunction) -> tuple[tuple[ArraySpec, ...], tuple[np.ndarray, ...]]:
+    """Return the types and values of the arrays that kernels read for a mask function.
+
+    The ends of the ranges that the mask keeps follow its captured arrays.
+    """
+    spans = spans_of(mask)
+    if spans is None:
+        return mask.graph.arrays, mask.arrays
+    return (*mask.graph.arrays, *spans.arrays), (*mask.arrays, *spans.values)
 
 
 def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
@@ -365,8 +383,7 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     tile, band = _ahead(score, extents)
-    graphs = [g for g in (mask, score) if g is not None]
-    reads = [(g, n) for g in graphs for n in g.loads if g.depends[n] & {"q", "k"}]
+    graph = None if mask is None else mask.graph
     ahead = tile.node if tile else band.node if band else None
     bound = math.inf if score is None else _largest(score, extents)
     before = _BEFORE + (f"#define FLASH_BOUND {bound!r}f\n" if math.isfinite(bound) else "")
@@ -377,14 +394,16 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             mask is not None,
             score is not None,
             bool(source.gradients),
-            bool(reads),
-            any(g is not score or n != ahead for g, n in reads),
+            bool(_reads(graph)),
+            bool(_reads(score)),
+            any(n != ahead for n in _reads(score)),
+            mask is not None and spans_of(mask) is not None,
             tile,
             band,
             None if score is None else _ramp_of(score),
             score is not None and _adds(score),
             score is not None and _by_distance(score, band),
-            (mask, score),
+            (graph, score),
             tuple(source.gradients),
         )
         for source in _sources(mask, score, wanted, extents)
@@ -392,9 +411,14 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     return Functions(plain, summing)
 
 
+def _reads(graph: Graph | None) -> list[int]:
+    """Return the numbers of the nodes that read an array by query or key."""
+    return [] if graph is None else [n for n in graph.loads if graph.depends[n] & {"q", "k"}]
+
+
 @lru_cache(maxsize=256)
 def _sources(
-    mask: Graph | None,
+    mask: MaskFunction | None,
     score: Graph | None,
     wanted: tuple[str, ...],
     extents: tuple[tuple[str, int], ...],
@@ -402,9 +426,11 @@ def _sources(
     tile, band = _ahead(score, extents)
     node = tile.node if tile else band.node if band else None
     ramp = None if score is None else _ramp_of(score)
-    given = dict(extents), node, band and (band.sign, band.offset), ramp
-    plain = emit.cuda_source(mask, score, (), *given)
-    return plain, emit.cuda_source(mask, score, wanted, *given) if wanted else plain
+    spans = None if mask is None else spans_of(mask)
+    given = dict(extents), node, band and (band.sign, band.offset), ramp, spans
+    graph = None if mask is None else mask.graph
+    plain = emit.cuda_source(graph, score, (), *given)
+    return plain, emit.cuda_source(graph, score, wanted, *given) if wanted else plain
 
 
 def packed_bytes(packed: np.ndarray) -> int:

@@ -113,7 +113,8 @@ class Hopper(Family):
         if d <= 128:
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
-            reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
+            ours = {"beside_ahead": self.brings_tiles, "ranges": self.brings_tiles}
+            reads = functions.read_arrays(problem, **ours)
             scored = problem.score_mod is not None and not hopper_kernels.adds_ramp(problem)
             if problem.softcap or scored or reads:
                 # Functions use registers: wide tiles have none left, and three warpgroups have few.

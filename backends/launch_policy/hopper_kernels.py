@@ -47,8 +47,9 @@ def forward_kernel(
         more["DISTANCES"] = _DISTANCES
     elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    if more.keys() & {"TILE", "DISTANCES"}:
-        more["READS"] = functions.read_arrays(problem, beside_ahead=True)
+    if problem.mask_mod is not None or problem.score_mod is not None:
+        ahead = bool(more.keys() & {"TILE", "DISTANCES"})
+        more["READS"] = functions.read_arrays(problem, beside_ahead=ahead, ranges=True)
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
 
@@ -117,7 +118,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     # warps.
     dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
-    score = {} if wide else _added(problem, tiling)
+    score = _of_functions(problem, tiling)
     adds = adds_statistics(problem, tiling, once=variant.once)
     rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
     elements = score.get("DISTANCES", 0) * (bq + bk)
@@ -154,24 +155,27 @@ def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
     return problem.dtype == "bfloat16" and simple and room and not once
 
 
-def _added(problem: Problem, tiling: Tiling) -> dict[str, int]:
-    """Return the backward kernel's constants for a score function, up to a head_dim of 128.
+def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
+    """Return the constants of a backward kernel for mask and score functions.
 
-    If the function only adds a term, scores start at the log-sum-exp all the same. The product that
-    brings the log-sum-exp also brings a term that is linear in the positions, unless arrays get
-    gradients. Terms by distance pass through shared memory.
+    Up to a head_dim of 128, if the score function only adds a term, scores start at the log-sum-exp
+    all the same. The product that brings the log-sum-exp also brings a term that is linear in the
+    positions, unless arrays get gradients. Terms by distance pass through shared memory.
     """
-    if problem.score_mod is None:
-        return {}
+    made: dict[str, int] = {}
+    if problem.mask_mod is not None or problem.score_mod is not None:
+        made["READS"] = functions.read_arrays(problem, ranges=True)
+    if problem.score_mod is None or max(problem.head_dim, problem.head_dim_v) > 128:
+        return made
     if problem.softcap or problem.scale <= 0 or not functions.adds_term(problem):
-        return {"SCORE_LATE": 1} if tiling.block_q == 128 else {}
+        return made | ({"SCORE_LATE": 1} if tiling.block_q == 128 else {})
     adds = adds_statistics(problem, tiling, once=False)
     if adds and functions.ramp_of(problem) and not problem.score_grads:
-        return {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    made = {"ADDED": 1, "SCALED": 0}
+        return made | {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
+    made |= {"ADDED": 1, "SCALED": 0}
     if functions.adds_by_distance(problem) and tiling.block_q % 64 == 0:
-        reads = functions.read_arrays(problem, beside_ahead=True)
-        return made | {"DISTANCES": _DISTANCES, "READS": reads}
+        made["READS"] = functions.read_arrays(problem, beside_ahead=True, ranges=True)
+        made["DISTANCES"] = _DISTANCES
     return made
 
 

@@ -108,7 +108,8 @@ __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a,
     for (int e = 0; e < KEYS / 2; ++e) {
         const int r = e / 2 % 2, step = e / 4 * 8 + e % 2;
         const FlashAt k = KEPT ? FlashAt(first, step) : existing(first, step, it.end);
-        probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q[r], k, keep[r](first + step));
+        const bool inside = KEPT || (keep[r](first + step) && kept(a, at, q[r], k));
+        probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q[r], k, inside);
     }
 }
 #endif

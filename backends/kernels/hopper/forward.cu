@@ -300,14 +300,23 @@ template <bool EXACT, bool SCORE, bool MASK, class Tile>
 __device__ __forceinline__ void ask_functions(float (&S)[BLOCK_K / 2], const Args& a,
                                               const Item& it, const Head& at, const Tile& tile,
                                               int query, int key) {
+#if FLASH_RANGES
+    const KeptKeys keep[2] = {kept_keys(a, at, query, key, it.own, it.end),
+                              kept_keys(a, at, query + 8, key, it.own, it.end)};
+#else
     const Keep keep[2] = {{a, query, it.own.offset, it.end}, {a, query + 8, it.own.offset, it.end}};
+#endif
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e) {
         const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
         const FlashAt q = EXACT ? FlashAt(query, 8 * r) : existing(query, 8 * r, it.own.stop);
         const FlashAt k = EXACT ? FlashAt(key, step) : existing(key, step, it.end);
         if (SCORE) S[e] = with_element(a, at, S[e], q, k, tile, e);
+#if FLASH_RANGES
+        if (MASK && !keep[r](step)) S[e] = NEG_INF;
+#else
         if (MASK && !(keep[r](key + step) & kept(a, at, q, k))) S[e] = NEG_INF;
+#endif
     }
 }
 

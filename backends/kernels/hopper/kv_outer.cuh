@@ -162,20 +162,23 @@ __device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from)
 // at -lse / scale plus the function's value at the tile's first key. Columns 8 to 10 have the
 // function's step per key, which the product multiplies by the number of the key in the tile.
 constexpr float LOWEST = -0x1p126f;  // instead of -inf, which the product would multiply by 0
-struct Parts {
-    u32 two, one;  // high and middle part; low part and 0
-};
-__device__ inline Parts three_parts(float x) {
-    const float high = unpack(pack(x, 0.0f)).x, middle = unpack(pack(x - high, 0.0f)).x;
-    return {pack(high, middle), pack(x - high - middle, 0.0f)};
+__device__ inline uint4 three_parts(float first, float second) {
+    u32 parts[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float x = i ? second : first;
+        const float high = unpack(pack(x, 0.0f)).x, middle = unpack(pack(x - high, 0.0f)).x;
+        parts[2 * i] = pack(high, middle), parts[2 * i + 1] = pack(x - high - middle, 0.0f);
+    }
+    return make_uint4(parts[0], parts[1], parts[2], parts[3]);
 }
 __device__ inline void write_statistics(u16* rows, int row, float first, float second,
-                                        Parts step = {0, 0}) {
-    const Parts one = three_parts(first), other = three_parts(second);
+                                        uint4 rest) {
+    const uint4 parts = three_parts(first, second);
     const int turn = row / 4 % 2;  // the 32-byte swizzle
     uint4* to = reinterpret_cast<uint4*>(rows + row * 16);
-    to[turn] = make_uint4(one.two, one.one, other.two, other.one);
-    to[1 - turn] = make_uint4(step.two, step.one, 0, 0);
+    to[turn] = parts;
+    to[1 - turn] = rest;
 }
 #endif
 
@@ -218,25 +221,27 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
 #if FS_RAMP
             const Head at = head_of(a, it, step);
-            const Parts of_key = three_parts(flash_ramp_step(a.captured, at.at) * -unit);
+            const uint4 step_per_key =
+                three_parts(flash_ramp_step(a.captured, at.at) * -unit, 0.0f);
 #endif
 #if FS_STATISTICS
 #pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                const int x = lane + 32 * i;
-#if FS_RAMP  // the function at the first key, minus the log-sum-exp
-                const FlashAt query = at.query(existing(first + x, it.end));
-                const float of_first = flash_score(a.captured, -lse[i], at.at, query,
-                                                   at.key(it.own.start));
-                const float start = of_first * -unit;
+            for (int i = 0; i < PER_LANE; ++i)
+                if (lane + 32 * i < BLOCK_Q)
+#if FS_RAMP  // the function's value at the first key, minus the log-sum-exp
+                    write_statistics(
+                        s.statistics[ring.stage], lane + 32 * i,
+                        lse[i] == NEG_INF
+                            ? LOWEST
+                            : flash_score(a.captured, -lse[i], at.at,
+                                          at.query(existing(first + lane + 32 * i, it.end)),
+                                          at.key(it.own.start)) * -unit,
+                        -delta[i], step_per_key);
 #else
-                const Parts of_key = {0, 0};
-                const float start = lse[i] * unit;
+                    write_statistics(s.statistics[ring.stage], lane + 32 * i,
+                                     lse[i] == NEG_INF ? LOWEST : lse[i] * unit, -delta[i],
+                                     make_uint4(0, 0, 0, 0));
 #endif
-                if (x < BLOCK_Q)
-                    write_statistics(s.statistics[ring.stage], x,
-                                     lse[i] == NEG_INF ? LOWEST : start, -delta[i], of_key);
-            }
             fence_async_shared();
 #else
 #pragma unroll
@@ -374,6 +379,15 @@ __device__ __forceinline__ bool is_exact(const Item& it, int query) {
 template <bool EXACT, int N>
 __device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const Item& it,
                                             const Head& at, int key, int query) {
+#if FLASH_RANGES
+    const KeptQueries keep[2] = {kept_queries(a, at, key, query, it.own),
+                                 kept_queries(a, at, key + 8, query, it.own)};
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int e = 0; e < N; ++e)
+            if (e / 2 % 2 == r && !keep[r](e / 4 * 8 + e % 2)) S[e] = NEG_INF;
+#else
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -384,6 +398,7 @@ __device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const 
         const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
         if (!(keep[r](query + step) & kept(a, at, q, k))) S[e] = NEG_INF;
     }
+#endif
 }
 
 // As shape_scores below, with a mask function.
@@ -408,13 +423,22 @@ template <bool KEPT, bool EXACT, int N>
 __device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N], const Args& a,
                                                    const Item& it, const Head& at, float factor,
                                                    const float* statistic, int key, int query) {
+#if FLASH_RANGES
+    const KeptQueries keep[2] = {kept_queries(a, at, key, query, it.own),
+                                 kept_queries(a, at, key + 8, query, it.own)};
+#else
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
+#endif
 #pragma unroll
     for (int e = 0; e < N; ++e) {
         const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
         const FlashAt q = EXACT ? FlashAt(query, step) : existing(query, step, it.end);
         const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
-        const bool inside = keep[r](query + step);
+#if FLASH_RANGES
+        const bool inside = KEPT || keep[r](step);
+#else
+        const bool inside = KEPT || (keep[r](query + step) && kept(a, at, q, k));
+#endif
 #if FS_DISTANCES
         P[e] = probability<KEPT>(a, at, S[e], factor, 0.0f, q, k, inside, statistic[step - 8 * r]);
 #elif FS_ADDED
