@@ -47,9 +47,7 @@ def forward_kernel(
         more["DISTANCES"] = _DISTANCES
     elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    if problem.mask_mod is not None or problem.score_mod is not None:
-        ahead = bool(more.keys() & {"TILE", "DISTANCES"})
-        more["READS"] = functions.read_arrays(problem, beside_ahead=ahead, ranges=True)
+    more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
 
@@ -149,10 +147,28 @@ def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
     adding a term needs the scores themselves. With 80 rows per tile, shared memory has no room for
     the operand.
     """
-    score = problem.score_mod is None or functions.adds_term(problem)
+    score = problem.score_mod is None or _adds_term(problem)
     simple = not problem.softcap and score and problem.scale > 0
     room = tiling.block_q % 64 == 0 and max(problem.head_dim, problem.head_dim_v) <= 128
     return problem.dtype == "bfloat16" and simple and room and not once
+
+
+def _reads(problem: Problem, *, beside_ahead: bool = False) -> dict[str, int]:
+    """Return the constant READS of a kernel that does not call masks which keep ranges."""
+    if problem.mask_mod is None and problem.score_mod is None:
+        return {}
+    return {"READS": functions.read_arrays(problem, beside_ahead=beside_ahead, ranges=True)}
+
+
+def _adds_term(problem: Problem) -> bool:
+    """Return whether the backward adds a score function's term to scores minus log-sum-exp.
+
+    This is slower if the term reads an array per score, as for a bias.
+    """
+    graph = problem.score_mod
+    assert graph is not None
+    each = any(graph.side(n) == "score" for n in graph.loads)
+    return functions.adds_term(problem) and (functions.adds_by_distance(problem) or not each)
 
 
 def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
@@ -162,20 +178,17 @@ def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
     all the same. The product that brings the log-sum-exp also brings a term that is linear in the
     positions, unless arrays get gradients. Terms by distance pass through shared memory.
     """
-    made: dict[str, int] = {}
-    if problem.mask_mod is not None or problem.score_mod is not None:
-        made["READS"] = functions.read_arrays(problem, ranges=True)
+    made = _reads(problem)
     if problem.score_mod is None or max(problem.head_dim, problem.head_dim_v) > 128:
         return made
-    if problem.softcap or problem.scale <= 0 or not functions.adds_term(problem):
+    if problem.softcap or problem.scale <= 0 or not _adds_term(problem):
         return made | ({"SCORE_LATE": 1} if tiling.block_q == 128 else {})
     adds = adds_statistics(problem, tiling, once=False)
     if adds and functions.ramp_of(problem) and not problem.score_grads:
         return made | {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
     made |= {"ADDED": 1, "SCALED": 0}
     if functions.adds_by_distance(problem) and tiling.block_q % 64 == 0:
-        made["READS"] = functions.read_arrays(problem, beside_ahead=True, ranges=True)
-        made["DISTANCES"] = _DISTANCES
+        made |= {"DISTANCES": _DISTANCES} | _reads(problem, beside_ahead=True)
     return made
 
 
@@ -202,9 +215,9 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
     boxes = _boxes(("q", 64), ("k", bk), ("v", bk), ("dout", 64))
-    return launch.built(
-        "hopper/dq.cu", "hopper_dq", 384, shared, (problem, tiling, variant), {"D": d}, boxes
-    )
+    more = {"D": d} | _reads(problem)
+    given = problem, tiling, variant
+    return launch.built("hopper/dq.cu", "hopper_dq", 384, shared, given, more, boxes)
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
