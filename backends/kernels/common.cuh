@@ -56,7 +56,9 @@ using i64 = long long;
 #ifndef FS_SINKS
 #define FS_SINKS 0  // 1 if each head has an attention sink: one more score, without a value
 #endif
-#define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD || FS_RAMP)
+// 1 if scores start at a term that the score function adds: it depends only on the distance
+#define FS_STARTED (FS_DISTANCES && !FS_SCORE_MOD)
+#define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD || FS_RAMP || FS_STARTED)
 
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
 [[maybe_unused]] constexpr float LOG2E = 1.4426950408889634f;

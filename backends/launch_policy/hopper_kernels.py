@@ -45,6 +45,8 @@ def forward_kernel(
         boxes += (Box(launch.TILE, 64, 128 // size),)
     elif functions.band_of(problem):
         more["DISTANCES"] = _DISTANCES
+        if starts_at_terms(problem):
+            more |= {"SCORE_MOD": 0, "SCALED": 0}
     elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
     more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
@@ -59,6 +61,15 @@ _DISTANCES = 2
 def adds_ramp(problem: Problem) -> bool:
     """Return whether tensor cores add a linear term to the scores (Ramp in forward.cu)."""
     return functions.ramp_of(problem) is not None and max(tile_columns("forward", problem)) <= 128
+
+
+def starts_at_terms(problem: Problem) -> bool:
+    """Return whether forward scores start at a term by distance that the score function adds.
+
+    The product of Q and K then adds to the term, so a kernel applies no function to the scores.
+    """
+    simple = not problem.softcap and problem.scale > 0
+    return simple and functions.tile_of(problem) is None and functions.adds_by_distance(problem)
 
 
 #: The largest bound of scores for which the forward needs no running maximum: exponentials are then
@@ -153,6 +164,9 @@ def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
     return problem.dtype == "bfloat16" and simple and room and not once
 
 
+STARTED_BACKWARD = True
+
+
 def _reads(problem: Problem, *, beside_ahead: bool = False) -> dict[str, int]:
     """Return the constant READS of a kernel that does not call masks which keep ranges."""
     if problem.mask_mod is None and problem.score_mod is None:
@@ -189,6 +203,8 @@ def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
     made |= {"ADDED": 1, "SCALED": 0}
     if functions.adds_by_distance(problem) and tiling.block_q % 64 == 0:
         made |= {"DISTANCES": _DISTANCES} | _reads(problem, beside_ahead=True)
+        if adds and not problem.score_grads and STARTED_BACKWARD:
+            made |= {"ADDED": 0, "SCORE_MOD": 0}
     return made
 
 

@@ -38,7 +38,8 @@ constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP && (!FS_SCORE_MO
 // The score function adds a term that depends only on the distance between query and key. A stage
 // has the terms of all distances in a tile pair (and one more).
 constexpr int DISTANCES = BLOCK_Q + BLOCK_K;
-static_assert(FS_ADDED && DISTANCES % 32 == 0 && FS_DISTANCES == STAGES, "");
+static_assert(DISTANCES % 32 == 0 && FS_DISTANCES == STAGES, "");
+static_assert(FS_STARTED ? FS_STATISTICS : FS_ADDED, "");
 #endif
 // The initial values of the next visit's scores are loaded while this visit's last products run:
 // for this many rows, the load takes long. At 32 columns under a causal mask or window, the early
@@ -151,7 +152,21 @@ __device__ __forceinline__ void start_scores(float (&S)[BLOCK_Q / 2], const u16*
         rows[3] = pair > 1 ? 0 : pack(key + 8, pair ? 0.0f : key + 8);
     }
 #endif
-    wgmma_rs<0>(S, rows, descriptor(statistics, 0, SWIZZLE_32), 0);
+    wgmma_rs<0>(S, rows, descriptor(statistics, 0, SWIZZLE_32), FS_STARTED && which == 0);
+}
+#endif
+
+#if FS_DISTANCES
+// The number of the distance between this thread's first key and first query, among a tile pair's.
+__device__ __forceinline__ int first_distance(int g) {
+    return fragment_column() - 64 * g - fragment_row() + BLOCK_K - 1;
+}
+
+// Sets this thread's scores to the terms that the score function adds.
+__device__ __forceinline__ void start_at_terms(float (&S)[BLOCK_Q / 2], const float* terms, int g) {
+    const float* mine = terms + first_distance(g);
+#pragma unroll
+    for (int e = 0; e < BLOCK_Q / 2; ++e) S[e] = mine[e / 4 * 8 + e % 2 - e / 2 % 2 * 8];
 }
 #endif
 
@@ -275,6 +290,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #pragma unroll  // not needed, but otherwise ptxas serialises the products at 64 columns
             for (int e = 0; e < (COLUMNS > 48) * BLOCK_Q / 2; ++e) S[e] = dP[e] = 0.0f;
 #endif
+#if FS_STARTED
+            start_at_terms(S, s.distances[stage], g);
+#endif
             if (CARRY) wgmma_wait<0>(), pin(dK);  // ptxas would wait here anyway
             else if (FS_ONCE) pin(S);
             else if (!FS_STATISTICS || COLUMNS > 48)
@@ -295,8 +313,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             const int query = it.base + visit.tile * BLOCK_Q + fragment_column();
             const bool exact = is_exact(it, it.base + visit.tile * BLOCK_Q);
 #if FS_DISTANCES
-            const int apart = fragment_column() - 64 * g - fragment_row() + BLOCK_K - 1;
-            const float* of_rows = s.distances[stage] + apart;
+            const float* of_rows = s.distances[stage] + first_distance(g);
 #elif FS_ADDED
             const float* of_rows = nullptr;
 #else

@@ -239,8 +239,9 @@ __device__ void produce_distances(OnChip& s, const Args& a) {
             for (int i = 0; i < DISTANCES; i += 32) {
                 const int n = i + threadIdx.x % 32;
                 if (n >= DISTANCES) break;  // it need not be a multiple of 32
+                const float x = flash_band(a.captured, at.at, query - key - (BLOCK_K - 1) + n);
                 s.distances[ring.stage][n] =
-                    flash_band(a.captured, at.at, query - key - (BLOCK_K - 1) + n);
+                    FS_STARTED ? flash_score(a.captured, -0.0f, x, at.at, 0, 0) / a.scale : x;
             }
             arrive(&s.distances_full[ring.stage]);
             ring.next(FS_DISTANCES);
@@ -248,6 +249,22 @@ __device__ void produce_distances(OnChip& s, const Args& a) {
     }
 }
 #endif
+
+// With FS_STARTED, sets scores to the terms that the score function adds, in units of raw scores.
+// The product then adds to them.
+__device__ __forceinline__ void start_scores(float (&S)[BLOCK_K / 2], OnChip& s, int g,
+                                             Ring& ring) {
+#if FS_STARTED
+    wait(&s.distances_full[ring.stage], ring.parity);
+    const int mine = 64 * g + fragment_row() - fragment_column() + BLOCK_K - 1;
+    const Distances terms{s.distances[ring.stage] + mine};
+#pragma unroll
+    for (int e = 0; e < BLOCK_K / 2; ++e) S[e] = terms(0, 0, e);
+    __syncwarp();  // the whole warp has read its terms
+    if (threadIdx.x % 32 == 0) arrive(&s.distances_empty[ring.stage]);
+    ring.next(FS_DISTANCES);
+#endif
+}
 
 // Issues and commits S = Q K^T of warpgroup g without waiting; `dk` is K's descriptor.
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], OnChip& s, int g, u64 dk) {
@@ -258,7 +275,8 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], OnChip& s,
 #endif
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
-        wgmma_ss<0, 0>(S, dq + along_row(x, 64), dk + along_row(x, BLOCK_K), FS_RAMP || x > 0);
+        wgmma_ss<0, 0>(S, dq + along_row(x, 64), dk + along_row(x, BLOCK_K),
+                       FS_RAMP || FS_STARTED || x > 0);
     wgmma_commit();
 }
 
@@ -353,7 +371,7 @@ __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, 
     __syncwarp();  // the whole warp has read its elements
     if (threadIdx.x % 32 == 0) arrive(&s.tile_empty[g][ring.stage]);
     ring.next(FS_TILE);
-#elif FS_DISTANCES
+#elif FS_DISTANCES && !FS_STARTED
     wait(&s.distances_full[ring.stage], ring.parity);
     const int mine = 64 * g + fragment_row() - fragment_column() + BLOCK_K - 1;
     shape_scores(S, a, it, at, visit, query, Distances{s.distances[ring.stage] + mine});
@@ -422,6 +440,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 stamp(visit_stamps(a, first + 0), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
                 stamp(visit_stamps(a, first + 0), 1);
+                start_scores(S, s, g, ring_tile);
                 issue_scores(S, s, g, descriptor(s.k[ring_k.stage][0], 0));
 #if FS_FLEX
                 const Visit visit = it.visits(a, 0);
@@ -462,6 +481,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // the schedule's table is read while products run
                 const Visit visit = it.visits(a, v);
 #endif
+                start_scores(S, s, g, ring_tile);
                 if (TURNS) named_sync(turn, 256);  // the previous warpgroup has issued its products
                 issue_scores(S, s, g, dk);
                 if (!FS_BOUNDED && RESCALE_LATE) rescale(O, alpha);

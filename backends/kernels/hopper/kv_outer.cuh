@@ -258,14 +258,16 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
             }
 #endif
 #if FS_DISTANCES
-            // the function's terms, in units of log 2, by distance: the smallest distance first
+            // The function's terms by distance, the smallest distance first; in units of log 2, or
+            // of raw scores if these start at them.
+            const float factor = FS_STARTED ? -unit : LOG2E;
             const Head head = head_of(a, it, step);
             const int nearest = head.query(first).base - head.key(it.own.start).base - FS_BLOCK_K + 1;
 #pragma unroll
             for (int x = 0; x < DISTANCES; x += 32) {
                 const float element = flash_band(a.captured, head.at, nearest + x + lane);
                 s.distances[ring.stage][x + lane] =
-                    LOG2E * flash_score(a.captured, -0.0f, element, head.at, 0, 0);
+                    factor * flash_score(a.captured, -0.0f, element, head.at, 0, 0);
             }
 #endif
             arrive(&s.full[ring.stage]);  // every lane arrives for what it wrote
