@@ -271,7 +271,11 @@ def test_traces_hold_what_functions_read(family, name):
 
 
 FAULTS = {
-    "a mask shifted by a key": (
+    "a range that ends a key too late": (
+        "min(keep.hi, keys.high + start) - first}",
+        "min(keep.hi, keys.high + start + FAULT) - first}",
+    ),
+    "a called mask shifted by a key": (
         "flash_mask(a.captured, at.at, at.query(q), at.key(k))",
         "flash_mask(a.captured, at.at, at.query(q), at.key({k.base + FAULT, k.step}))",
     ),
@@ -416,7 +420,7 @@ def test_faults_of_linear_functions_are_caught(fault):
 @pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_faults_of_the_forward_are_caught(fault):
     """The same kernel without a fault passes."""
-    p = problem(130, 130, 64, causal, alibi, sinks=True)
+    p = problem(130, 130, 64, dilated if "called" in fault else causal, alibi, sinks=True)
     FAULTY.seeded = fault
     if not fault:
         forward(p, alibi, HOPPER, FAULTY)
