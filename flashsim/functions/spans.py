@@ -4,8 +4,6 @@ A kernel then compares positions with a range's ends, which it computes once per
 evaluate the mask function per score.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple

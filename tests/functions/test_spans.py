@@ -1,7 +1,5 @@
 """Masks that keep one range of keys per query and one range of queries per key."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from random_functions import Random
