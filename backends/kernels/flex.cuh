@@ -81,6 +81,18 @@ __device__ __forceinline__ KeptQueries kept_queries(const Args& a, const Head& a
 }
 #endif
 
+#if FS_DISTANCES
+// Returns the term that the score function adds at a distance between query and key, if the term
+// depends on nothing else. `query` and `key` are the first ones of a tile pair. A distance that is
+// not between existing positions is replaced by the nearest.
+__device__ __forceinline__ float term_at(const Args& a, const Head& at, int distance, int query,
+                                         int last_query, int key, int last_key) {
+    const int least = at.query(query).base - at.key(last_key).base;
+    const int most = at.query(last_query).base - at.key(key).base;
+    return flash_score(a.captured, -0.0f, at.at, max(least, min(distance, most)), 0);
+}
+#endif
+
 // The score that a score function receives: scaled and capped.
 __device__ __forceinline__ float before_function(const Args& a, float raw) {
     return FS_SOFTCAP ? a.softcap * fast_tanh(raw * (a.scale / a.softcap)) : raw * a.scale;

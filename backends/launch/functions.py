@@ -89,8 +89,8 @@ class Generated:
     A kernel may load the array `tile` into shared memory, one tile at a time. If `tile` is None, a
     kernel may load the elements of `band` for the distances q - k in a tile pair. `ramp` is a term
     of the score function that is linear in the positions. With `adds`, the score function only adds
-    a term to the score. With `by_distance`, positions enter this term only through an element of
-    `band`. `graphs` are the traced mask and score function, which kernels in Python use.
+    a term to the score. With `by_distance`, this term depends on positions only through their
+    distance. `graphs` are the traced mask and score function, which kernels in Python use.
     """
 
     text: str
@@ -143,8 +143,8 @@ def functions_of(problem: Problem) -> Functions | None:
 def read_arrays(problem: Problem, *, beside_ahead: bool = False, ranges: bool = False) -> bool:
     """Return whether the mask or score function reads captured arrays by query or key.
 
-    With `beside_ahead`, the arrays of `tile_of` and `band_of` do not count, because kernels load
-    them in advance. With `ranges`, a mask that keeps ranges does not count.
+    With `beside_ahead`, the arrays of `tile_of`, `band_of` and `adds_by_distance` do not count,
+    because kernels load them in advance. With `ranges`, a mask that keeps ranges does not count.
     """
     functions = functions_of(problem)
     if functions is None:
@@ -152,6 +152,7 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False, ranges: bool = 
     plain = functions.plain
     apart = beside_ahead and (tile_of(problem) or band_of(problem))
     score = plain.reads_beside if apart else plain.score_reads
+    score = score and not (beside_ahead and plain.by_distance)
     return score or (plain.mask_reads and not (ranges and plain.ranges))
 
 
@@ -287,23 +288,31 @@ def _adds(graph: Graph) -> bool:
 def adds_by_distance(problem: Problem) -> bool:
     """Return whether the score function adds a term that only depends on the distance q - k.
 
-    The term also may depend on the batch entry and the head. It reads one array at the distance.
+    The term may also depend on the batch entry and the head, and may read arrays.
     """
     functions = functions_of(problem)
     return functions is not None and functions.plain.by_distance
 
 
-def _by_distance(graph: Graph, band: TableBand | None) -> bool:
-    if band is None or not _adds(graph):
+def _by_distance(graph: Graph) -> bool:
+    if not _adds(graph) or not graph.uses & {"q", "k"}:
         return False
     pending = [graph.root]
     while pending:
         n = pending.pop()
-        if n == band.node:
+        if not graph.depends[n] & {"q", "k"}:
             continue
-        if graph.nodes[n].op == "arg" and graph.nodes[n].value in ("q", "k"):
+        node = graph.nodes[n]
+        if node.op in ("lt", "le", "eq", "ne"):  # depends on the difference
+            both = [_linear(graph, a) for a in node.args]
+            linear = None if both[0] is None or both[1] is None else both[0] - both[1]
+        else:
+            linear = _linear(graph, n)
+        if linear is not None and linear[0] == -linear[1]:
+            continue  # a multiple of the distance, plus a constant
+        if node.op == "arg":
             return False
-        pending += graph.nodes[n].args
+        pending += node.args
     return True
 
 
@@ -400,7 +409,7 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             band,
             None if score is None else _ramp_of(score),
             score is not None and _adds(score),
-            score is not None and _by_distance(score, band),
+            score is not None and _by_distance(score),
             (graph, score),
             tuple(source.gradients),
         )

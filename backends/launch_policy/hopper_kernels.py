@@ -41,12 +41,12 @@ def forward_kernel(
             "TILE_BF16": tile.spec.dtype == "bfloat16",
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
-    elif functions.band_of(problem):
-        more["DISTANCES"] = _DISTANCES
-        if starts_at_terms(problem):
-            more |= {"SCORE_MOD": 0, "SCALED": 0}
     elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
+    elif starts_at_terms(problem):
+        more |= {"DISTANCES": _DISTANCES, "SCORE_MOD": 0, "SCALED": 0}
+    elif functions.band_of(problem):
+        more["DISTANCES"] = _DISTANCES
     more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
@@ -67,7 +67,7 @@ def starts_at_terms(problem: Problem) -> bool:
     The product of Q and K then adds to the term, so a kernel applies no function to the scores.
     """
     simple = not problem.softcap and problem.scale > 0
-    return simple and functions.tile_of(problem) is None and functions.adds_by_distance(problem)
+    return simple and functions.adds_by_distance(problem)
 
 
 #: The largest bound of scores for which the forward needs no running maximum: exponentials are then
@@ -100,11 +100,11 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
     if rings.tile and tile is not None:
         boxes = -(-tiling.block_k * tile.spec.itemsize // 128)
         elements = rings.tile * warpgroups * boxes * 64 * 128
-    elif functions.band_of(problem):
-        elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
-        more += 2 * _DISTANCES
     elif adds_ramp(problem):
         elements = 2048 * (warpgroups + -(-tiling.block_k // 64))
+    elif starts_at_terms(problem) or functions.band_of(problem):
+        elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
+        more += 2 * _DISTANCES
     barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
     return on_chip(2 * (q + rings.stages * kv) + elements, barriers)
 
@@ -200,9 +200,10 @@ def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
         return made | {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
     made |= {"ADDED": 1, "SCALED": 0}
     if functions.adds_by_distance(problem) and tiling.block_q % 64 == 0:
-        made |= {"DISTANCES": _DISTANCES} | _reads(problem, beside_ahead=True)
-        if adds and not problem.score_grads and STARTED_BACKWARD:
-            made |= {"ADDED": 0, "SCORE_MOD": 0}
+        made["DISTANCES"] = _DISTANCES
+        if not problem.score_grads:  # otherwise the function is called for its gradients
+            made |= _reads(problem, beside_ahead=True)
+            made |= {"ADDED": 0, "SCORE_MOD": 0} if adds and STARTED_BACKWARD else {}
     return made
 
 

@@ -36,6 +36,7 @@ slopes = np.linspace(0.05, 0.2, 4, dtype=np.float32)
 table = RNG.normal(size=(4, 1024)).astype(np.float32)
 bias = RNG.normal(size=(300, 300)).astype(np.float16)
 planes = RNG.normal(size=(2, 210, 208)).astype(np.float16)  # rows of whole 16 bytes
+buckets = RNG.normal(size=(4, 12)).astype(np.float32)
 plane = RNG.normal(size=(210, 204)).astype(np.float32)
 document = np.sort(RNG.integers(0, 3, (2, 512)).astype(np.int32), axis=1)
 segment = np.sort(RNG.integers(0, 9, 512).astype(np.int16))
@@ -87,6 +88,11 @@ def relative(s, b, h, q, k):
     return s + table[h, q - k + 512]
 
 
+def bucketed(s, b, h, q, k):  # as T5 does, and ALiBi without a causal mask
+    bucket = np.minimum(np.log2(1.0 + np.abs(q - k)).astype(int), 5) + 6 * (k > q)
+    return s + buckets[h, bucket] - 0.02 * np.abs(k - q)
+
+
 def relative_and_keys(s, b, h, q, k):  # an element that comes ahead, and one that does not
     return s + table[h, q - k + 512] + bias[0, k]
 
@@ -116,6 +122,7 @@ CAPTURED = {
     falling: {"slopes": slopes},
     steep: {"slopes": slopes},
     relative: {"table": table},
+    bucketed: {"buckets": buckets},
     relative_and_keys: {"table": table, "bias": bias},
     biased: {"bias": bias},
     of_planes: {"planes": planes, "slopes": slopes},
@@ -184,6 +191,10 @@ HOPPER_CASES = {
     "alibi dilated 64": (problem(200, 300, 64, dilated, alibi, causal=True), alibi),
     "relative 128": (problem(150, 200, 128, None, relative), relative),
     "relative 96": (problem(300, 400, 96, None, relative, **PAIR), relative),  # 192 + 112 distances
+    "bucketed 64": (problem(150, 300, 64, None, bucketed, sinks=True), bucketed),
+    "bucketed fp16": (problem(200, 130, 128, late, bucketed, dtype="float16"), bucketed),
+    "bucketed packed 128": (problem(170, 200, 128, causal, bucketed, **PACKED), bucketed),
+    "bucketed 256": (problem(130, 130, 256, None, bucketed), bucketed),
     "relative 192": (problem(300, 400, 192, None, relative), relative),
     "relative and keys 64": (problem(150, 200, 64, None, relative_and_keys), relative_and_keys),
     "documents 128": (problem(300, 300, 128, documents, batch=2, **PAIR), None),
@@ -224,6 +235,8 @@ ALONE = {
     "alibi dilated 64": {"RAMP": 1, "STATISTICS": 1},
     "relative 96": {"DISTANCES": 2, "STATISTICS": 1, "SCORE_MOD": 0},
     "packed 64": {"DISTANCES": 2, "STATISTICS": 1, "SCORE_MOD": 0},
+    "bucketed 64": {"DISTANCES": 2, "STATISTICS": 1, "SCORE_MOD": 0},
+    "bucketed fp16": {"DISTANCES": 2, "STATISTICS": 0, "SCORE_MOD": 1, "ADDED": 1},
     "relative and keys 64": {"STATISTICS": 0, "SCORE_MOD": 1},
     "late 64": {"STATISTICS": 0, "SCORE_MOD": 1},
 }

@@ -233,15 +233,19 @@ __device__ void produce_distances(OnChip& s, const Args& a) {
         const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
         const int query = at.query(it.own.start).base;
         for (int v = 0; v < it.visits.count; ++v) {
-            const int key = at.key(it.base + it.visits(a, v).tile * BLOCK_K).base;
+            const int first = it.base + it.visits(a, v).tile * BLOCK_K, key = at.key(first).base;
             wait(&s.distances_empty[ring.stage], ring.parity ^ 1);  // its last readers are done
 #pragma unroll
             for (int i = 0; i < DISTANCES; i += 32) {
                 const int n = i + threadIdx.x % 32;
                 if (n >= DISTANCES) break;  // it need not be a multiple of 32
-                const float x = flash_band(a.captured, at.at, query - key - (BLOCK_K - 1) + n);
-                s.distances[ring.stage][n] =
-                    FS_STARTED ? flash_score(a.captured, -0.0f, x, at.at, 0, 0) / a.scale : x;
+                const int distance = query - key - (BLOCK_K - 1) + n;
+#if FS_STARTED
+                s.distances[ring.stage][n] = term_at(a, at, distance, it.own.start,
+                                                     it.own.stop - 1, first, it.end - 1) / a.scale;
+#else
+                s.distances[ring.stage][n] = flash_band(a.captured, at.at, distance);
+#endif
             }
             arrive(&s.distances_full[ring.stage]);
             ring.next(FS_DISTANCES);

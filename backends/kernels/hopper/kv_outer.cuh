@@ -265,9 +265,9 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
             const int nearest = head.query(first).base - head.key(it.own.start).base - FS_BLOCK_K + 1;
 #pragma unroll
             for (int x = 0; x < DISTANCES; x += 32) {
-                const float element = flash_band(a.captured, head.at, nearest + x + lane);
                 s.distances[ring.stage][x + lane] =
-                    factor * flash_score(a.captured, -0.0f, element, head.at, 0, 0);
+                    factor * term_at(a, head, nearest + x + lane, first, it.end - 1, it.own.start,
+                                     it.own.stop - 1);
             }
 #endif
             arrive(&s.full[ring.stage]);  // every lane arrives for what it wrote
