@@ -46,6 +46,9 @@ using i64 = long long;
 // 1 if scores are bounded, so a forward needs no running maximum; see BoundedSoftmax
 #define FS_BOUNDED 0
 #endif
+#ifndef FS_LAST_FIRST
+#define FS_LAST_FIRST 0  // 1 if heads are taken from the last to the first
+#endif
 #ifndef FLASH_RANGES
 // 1 if the mask function keeps a range of keys per query; see kept_keys in flex.cuh
 #define FLASH_RANGES 0

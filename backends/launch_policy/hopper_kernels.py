@@ -163,6 +163,7 @@ def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
 
 
 STARTED_BACKWARD = True
+LAST_FIRST = False
 
 
 def _reads(problem: Problem, *, beside_ahead: bool = False) -> dict[str, int]:
@@ -190,7 +191,9 @@ def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
     all the same. The product that brings the log-sum-exp also brings a term that is linear in the
     positions, unless arrays get gradients. Terms by distance pass through shared memory.
     """
-    made = _reads(problem)
+    made = _reads(problem) | (
+        {"LAST_FIRST": 1} if LAST_FIRST and problem.mask_mod is not None else {}
+    )
     if problem.score_mod is None or max(problem.head_dim, problem.head_dim_v) > 128:
         return made
     if problem.softcap or problem.scale <= 0 or not _adds_term(problem):

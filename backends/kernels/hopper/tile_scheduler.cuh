@@ -60,7 +60,7 @@ __device__ inline Item make_item(const Args& a, int w, bool by_row) {
     const int blocks = gridDim.x, rounds = max(1, (2 * whole + blocks) / (2 * blocks));
     const int round = w / whole * rounds + rest / blocks;
 #endif
-    Item it{first + rest % size, outer, 0, by_row ? a.n_kv : a.n_q,
+    Item it{FS_LAST_FIRST ? a.walks - 1 - first - rest % size : first + rest % size, outer, 0, by_row ? a.n_kv : a.n_q,
             by_row ? row_tile(a, outer) : col_tile(a, outer),
 #if FS_IN_STEP
             round % 2 ? 1 : -1,
