@@ -89,7 +89,7 @@ class _Search:
                 return None
             return (self._both if "and" in node.op else self._either)(both[0], both[1])
         if node.op in ("le", "lt", "eq") and {self.build.nodes[a].kind for a in node.args} == {INT}:
-            return self._compared(node.op, *node.args, moving)
+            return self._compared(node.op, node.args[0], node.args[1], moving)
         return None
 
     def _both(self, one: Range, other: Range) -> Range:
