@@ -40,14 +40,13 @@ using i64 = long long;
 #define FS_RAMP 0
 #endif
 #ifndef FS_ADDED
-#define FS_ADDED 0  // 1 if the score function only adds to the score; see added_term in flex.cuh
+// 1 if a kernel makes use of it that the score function only adds to the score; see added_term in
+// flex.cuh
+#define FS_ADDED 0
 #endif
 #ifndef FS_BOUNDED
 // 1 if scores are bounded, so a forward needs no running maximum; see BoundedSoftmax
 #define FS_BOUNDED 0
-#endif
-#ifndef FS_LAST_FIRST
-#define FS_LAST_FIRST 0  // 1 if heads are taken from the last to the first
 #endif
 #ifndef FLASH_RANGES
 // 1 if the mask function keeps a range of keys per query; see kept_keys in flex.cuh

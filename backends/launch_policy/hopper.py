@@ -111,11 +111,8 @@ class Hopper(Family):
         if d <= 128:
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
-            ours = {"beside_ahead": self.brings_tiles, "ranges": self.brings_tiles}
-            reads = functions.read_arrays(problem, **ours)
-            scored = problem.score_mod is not None and not (
-                hopper_kernels.adds_ramp(problem) or hopper_kernels.starts_at_terms(problem)
-            )
+            reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
+            scored = problem.score_mod is not None and not hopper_kernels.adds_ramp(problem)
             if problem.softcap or scored or reads:
                 # Functions use registers: wide tiles have none left, and three warpgroups have few.
                 rows = 128 if reads else 192

@@ -43,10 +43,8 @@ def forward_kernel(
         boxes += (Box(launch.TILE, 64, 128 // size),)
     elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    elif starts_at_terms(problem):
-        more |= {"DISTANCES": _DISTANCES, "SCORE_MOD": 0, "SCALED": 0}
-    elif functions.band_of(problem):
-        more["DISTANCES"] = _DISTANCES
+    elif reads_distances(problem):
+        more |= {"DISTANCES": _DISTANCES, "ADDED": functions.adds_by_distance(problem)}
     more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
@@ -61,13 +59,13 @@ def adds_ramp(problem: Problem) -> bool:
     return functions.ramp_of(problem) is not None and max(tile_columns("forward", problem)) <= 128
 
 
-def starts_at_terms(problem: Problem) -> bool:
-    """Return whether forward scores start at a term by distance that the score function adds.
+def reads_distances(problem: Problem) -> bool:
+    """Return whether the forward kernel has what depends on the distance in shared memory.
 
-    The product of Q and K then adds to the term, so a kernel applies no function to the scores.
+    It has the terms that the score function adds, if they depend on the distance alone. Otherwise
+    it has the elements of an array that is read at the distance.
     """
-    simple = not problem.softcap and problem.scale > 0
-    return simple and functions.adds_by_distance(problem)
+    return functions.adds_by_distance(problem) or functions.band_of(problem) is not None
 
 
 #: The largest bound of scores for which the forward needs no running maximum: exponentials are then
@@ -102,7 +100,7 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
         elements = rings.tile * warpgroups * boxes * 64 * 128
     elif adds_ramp(problem):
         elements = 2048 * (warpgroups + -(-tiling.block_k // 64))
-    elif starts_at_terms(problem) or functions.band_of(problem):
+    elif reads_distances(problem):
         elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
         more += 2 * _DISTANCES
     barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
@@ -162,10 +160,6 @@ def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
     return problem.dtype == "bfloat16" and simple and room and not once
 
 
-STARTED_BACKWARD = True
-LAST_FIRST = False
-
-
 def _reads(problem: Problem, *, beside_ahead: bool = False) -> dict[str, int]:
     """Return the constant READS of a kernel that does not call masks which keep ranges."""
     if problem.mask_mod is None and problem.score_mod is None:
@@ -191,9 +185,7 @@ def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
     all the same. The product that brings the log-sum-exp also brings a term that is linear in the
     positions, unless arrays get gradients. Terms by distance pass through shared memory.
     """
-    made = _reads(problem) | (
-        {"LAST_FIRST": 1} if LAST_FIRST and problem.mask_mod is not None else {}
-    )
+    made = _reads(problem)
     if problem.score_mod is None or max(problem.head_dim, problem.head_dim_v) > 128:
         return made
     if problem.softcap or problem.scale <= 0 or not _adds_term(problem):
@@ -206,7 +198,7 @@ def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
         made["DISTANCES"] = _DISTANCES
         if not problem.score_grads:  # otherwise the function is called for its gradients
             made |= _reads(problem, beside_ahead=True)
-            made |= {"ADDED": 0, "SCORE_MOD": 0} if adds and STARTED_BACKWARD else {}
+            made |= {"ADDED": 0, "SCORE_MOD": 0} if adds else {}
     return made
 
 

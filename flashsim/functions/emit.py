@@ -228,7 +228,7 @@ def _range_lines(cuda: _Cuda, spans: Spans) -> list[str]:
     """Return the CUDA source of the functions `flash_keys` and `flash_queries`."""
     lines = [
         *("#define FLASH_RANGES 1", f"#define FLASH_KEYS_LOW {int(spans.keys.low is not None)}"),
-        f"#define FLASH_QUERIES_HIGH {int(spans.queries.high is not None)}",
+        f"#define FLASH_QUERIES_HIGH {int(spans.queries != Range(low=spans.queries.low))}",
         "struct FlashRange { int low, high; };",
     ]
     ranges: tuple[tuple[str, str, Range], ...] = (

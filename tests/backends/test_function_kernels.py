@@ -64,6 +64,10 @@ def prefixes(b, h, q, k):
     return (k < lengths[b]) | (q >= k)
 
 
+def padded(b, h, q, k):  # a key past the length is kept by no query, without any last query
+    return (k < 30 + lengths[b]) & (q >= k)
+
+
 def chunked(b, h, q, k):
     return (q // 70 == k // 70) & (q >= k)
 
@@ -183,6 +187,7 @@ HOPPER_CASES = {
     "alibi 64": (problem(150, 200, 64, causal, alibi, batch=2), alibi),
     "falling 64": (problem(200, 250, 64, late, falling, sinks=True), falling),
     "prefixes 64": (problem(200, 250, 64, prefixes, batch=2), None),
+    "padded 128": (problem(200, 250, 128, padded, batch=2), None),
     "chunked 128": (problem(200, 250, 128, chunked, alibi), alibi),
     "segments 192": (problem(200, 250, 192, segments), None),
     "segments packed 64": (problem(170, 200, 64, segments, relative, **PACKED), relative),
@@ -215,7 +220,7 @@ OFTEN = (
     "falling 128",
     "relative 96",
     "relative and keys 64",
-    "documents 128",
+    "padded 128",
     "packed 64",
 )
 

@@ -70,7 +70,8 @@ struct Elements {
 
 #if FS_DISTANCES
 // Captured elements that depend only on the distance between query and key, for all distances in a
-// tile pair, the smallest first. A distance out of range has the nearest element.
+// tile pair, the smallest first. A distance out of range has the nearest element. With FS_ADDED,
+// they are the terms that the score function adds to a scaled score.
 constexpr int DISTANCES = BLOCK_Q + BLOCK_K;  // one more than there are
 struct Distances {
     const float* mine;  // the element of this thread's first row and first key
@@ -240,9 +241,9 @@ __device__ void produce_distances(OnChip& s, const Args& a) {
                 const int n = i + threadIdx.x % 32;
                 if (n >= DISTANCES) break;  // it need not be a multiple of 32
                 const int distance = query - key - (BLOCK_K - 1) + n;
-#if FS_STARTED
+#if FS_ADDED
                 s.distances[ring.stage][n] = term_at(a, at, distance, it.own.start,
-                                                     it.own.stop - 1, first, it.end - 1) / a.scale;
+                                                     it.own.stop - 1, first, it.end - 1);
 #else
                 s.distances[ring.stage][n] = flash_band(a.captured, at.at, distance);
 #endif
@@ -254,22 +255,6 @@ __device__ void produce_distances(OnChip& s, const Args& a) {
 }
 #endif
 
-// With FS_STARTED, sets scores to the terms that the score function adds, in units of raw scores.
-// The product then adds to them.
-__device__ __forceinline__ void start_scores(float (&S)[BLOCK_K / 2], OnChip& s, int g,
-                                             Ring& ring) {
-#if FS_STARTED
-    wait(&s.distances_full[ring.stage], ring.parity);
-    const int mine = 64 * g + fragment_row() - fragment_column() + BLOCK_K - 1;
-    const Distances terms{s.distances[ring.stage] + mine};
-#pragma unroll
-    for (int e = 0; e < BLOCK_K / 2; ++e) S[e] = terms(0, 0, e);
-    __syncwarp();  // the whole warp has read its terms
-    if (threadIdx.x % 32 == 0) arrive(&s.distances_empty[ring.stage]);
-    ring.next(FS_DISTANCES);
-#endif
-}
-
 // Issues and commits S = Q K^T of warpgroup g without waiting; `dk` is K's descriptor.
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], OnChip& s, int g, u64 dk) {
     const u64 dq = descriptor(s.q[g][0], 0);
@@ -279,8 +264,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], OnChip& s,
 #endif
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
-        wgmma_ss<0, 0>(S, dq + along_row(x, 64), dk + along_row(x, BLOCK_K),
-                       FS_RAMP || FS_STARTED || x > 0);
+        wgmma_ss<0, 0>(S, dq + along_row(x, 64), dk + along_row(x, BLOCK_K), FS_RAMP || x > 0);
     wgmma_commit();
 }
 
@@ -311,7 +295,11 @@ __device__ __forceinline__ float with_element(const Args& a, const Head& at, flo
 template <class Tile>
 __device__ __forceinline__ float with_element(const Args& a, const Head& at, float raw, FlashAt q,
                                               FlashAt k, const Tile& tile, int e) {
+#if FS_ADDED
+    return before_function(a, raw) + tile(a, at, e);
+#else
     return after_function(a, at, raw, q, k, tile(a, at, e));
+#endif
 }
 
 // Applies the user's mask and score functions to the scores of one tile pair. Functions are
@@ -375,7 +363,7 @@ __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, 
     __syncwarp();  // the whole warp has read its elements
     if (threadIdx.x % 32 == 0) arrive(&s.tile_empty[g][ring.stage]);
     ring.next(FS_TILE);
-#elif FS_DISTANCES && !FS_STARTED
+#elif FS_DISTANCES
     wait(&s.distances_full[ring.stage], ring.parity);
     const int mine = 64 * g + fragment_row() - fragment_column() + BLOCK_K - 1;
     shape_scores(S, a, it, at, visit, query, Distances{s.distances[ring.stage] + mine});
@@ -444,7 +432,6 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 stamp(visit_stamps(a, first + 0), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
                 stamp(visit_stamps(a, first + 0), 1);
-                start_scores(S, s, g, ring_tile);
                 issue_scores(S, s, g, descriptor(s.k[ring_k.stage][0], 0));
 #if FS_FLEX
                 const Visit visit = it.visits(a, 0);
@@ -485,7 +472,6 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // the schedule's table is read while products run
                 const Visit visit = it.visits(a, v);
 #endif
-                start_scores(S, s, g, ring_tile);
                 if (TURNS) named_sync(turn, 256);  // the previous warpgroup has issued its products
                 issue_scores(S, s, g, dk);
                 if (!FS_BOUNDED && RESCALE_LATE) rescale(O, alpha);

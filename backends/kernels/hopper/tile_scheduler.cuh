@@ -60,7 +60,7 @@ __device__ inline Item make_item(const Args& a, int w, bool by_row) {
     const int blocks = gridDim.x, rounds = max(1, (2 * whole + blocks) / (2 * blocks));
     const int round = w / whole * rounds + rest / blocks;
 #endif
-    Item it{FS_LAST_FIRST ? a.walks - 1 - first - rest % size : first + rest % size, outer, 0, by_row ? a.n_kv : a.n_q,
+    Item it{first + rest % size, outer, 0, by_row ? a.n_kv : a.n_q,
             by_row ? row_tile(a, outer) : col_tile(a, outer),
 #if FS_IN_STEP
             round % 2 ? 1 : -1,
@@ -156,7 +156,7 @@ __device__ inline float scaled(const Args& a, float score) {
 }
 // The factor from a score to an exponent in base 2.
 __device__ inline float exponent_factor(const Args& a) {
-    if ((FS_SCORE_MOD && !FS_ADDED) || (FS_SCALED && !FS_SOFTCAP)) return LOG2E;
+    if (FS_SCALED && (FS_SCORE_MOD || !FS_SOFTCAP)) return LOG2E;
     return (FS_SOFTCAP ? a.softcap : a.scale) * LOG2E;
 }
 
