@@ -18,7 +18,7 @@ import numpy as np
 from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import FLOAT, ArraySpec, Graph
-from flashsim.functions.intervals import largest_result
+from flashsim.functions.intervals import largest_result, ranges_of_integers
 from flashsim.problem.problem import Problem
 
 #: Text around the generated functions. It selects the hardware's tanh where a softcap uses it
@@ -88,7 +88,8 @@ class Generated:
     A kernel may load the array `tile` into shared memory, one tile at a time. If `tile` is None, a
     kernel may load the elements of `band` for the distances q - k in a tile pair. `ramp` is a term
     of the score function that is linear in the positions. `graphs` are the traced mask and score
-    function, which kernels in Python use.
+    function, which kernels in Python use. For each of the two,
+    `inside` has pairs (index node, size of an axis) in which the index is certainly in range.
     """
 
     text: str
@@ -103,6 +104,7 @@ class Generated:
     ramp: Ramp | None = None
     graphs: tuple[Graph | None, Graph | None] = (None, None)
     wanted: tuple[str, ...] = ()
+    inside: tuple[tuple[tuple[int, int], ...], ...] = ((), ())
 
     @property
     def constants(self) -> dict[str, int]:
@@ -339,10 +341,22 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             None if score is None else _ramp_of(score),
             (mask, score),
             tuple(source.gradients),
+            (_inside(mask, extents), _inside(score, extents)),
         )
         for source in _sources(mask, score, wanted, extents)
     )
     return Functions(plain, summing)
+
+
+def _inside(
+    graph: Graph | None, extents: tuple[tuple[str, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    if graph is None:
+        return ()
+    ranges = ranges_of_integers(graph.nodes, dict(extents))
+    loads = [graph.nodes[n] for n in graph.loads]
+    pairs = {x for at in loads for x in zip(at.args, graph.arrays[at.value].shape, strict=True)}
+    return tuple(sorted((n, size) for n, size in pairs if 0 <= ranges[n][0] <= ranges[n][1] < size))
 
 
 @lru_cache(maxsize=256)
