@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.functions import has_known_slope
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import hopper
 from flashsim.backends.launch_policy.family import PLAIN, PassRequest, Walked
@@ -43,8 +44,9 @@ class PythonHopper(hopper.Hopper):
         """Return the C++ kernels' tilings that were tested with the Python kernels as well."""
         every = super().possible(asked)
         if asked.direction == "backward":
-            if 32 < asked.wide <= 64 and asked.problem.score_grads:
-                return (Tiling(64, 128),)  # gradients of captured arrays use registers
+            p = asked.problem
+            if asked.wide <= 64 and p.score_mod and (p.score_grads or not has_known_slope(p)):
+                return (Tiling(64, 128),)  # gradients of functions use registers
             # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))
         untried = (80, 96) if 128 < asked.wide <= 192 else (144,)

@@ -168,6 +168,12 @@ def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
         asm(b, text, "l,f,f,f,f", [to, *values], effects=True)
 
 
+def add_float_unless_zero(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
+    """Add to one float32 in HBM, unless `value` is 0; predicated, without a branch."""
+    text = "{.reg .pred p; setp.neu.f32 p, $1, 0f00000000; @p red.global.add.f32 [$0], $1;}"
+    asm(b, text, "l,f", [to, value], effects=True)
+
+
 def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
     """Add to an unsigned integer in HBM, atomically."""
     asm(b, "red.global.add.u32 [$0], $1;", "l,r", [to, count], effects=True)

@@ -317,7 +317,9 @@ class _Fragment:
         """Return the gradients of scores `s` from those of the score function's results, `ds`.
 
         Also add up the gradients of the captured arrays `sums`. Where an element of `ds` is 0, so
-        are its gradients, even if the function's slope there is infinite.
+        are its gradients, even if the function's slope there is infinite. The gradients of one
+        captured element are first added up in the lane, and those of an element that all scores of
+        the head share, in the warp.
         """
         assert self.score is not None
         made = adjoints(self.score, tuple(sums))
@@ -326,51 +328,29 @@ class _Fragment:
         zero, inverse = f32(0.0), None
         if self.softcap:
             inverse = ptx.reciprocal(b, argument(b, a, "softcap"))
-        alive = [b.fcmp_unordered("!=", x, zero) for x in ds]
-        for load, gradient in made.reads:
-            self._add(b, a, values, load, gradient, alive, sums)
-        if made.score is None:
-            return [zero] * self.count
+        keys = {n: [values.key(n, e) for e in range(self.count)] for n, _ in made.reads}
+        totals: dict[tuple[int, ...], ir.Value] = {}
         found = []
         for e in range(self.count):
-            x = values.value(made.score, e)
+            alive = b.fcmp_unordered("!=", ds[e], zero)
+            for n, gradient in made.reads:
+                values.value(n, e)  # and its index
+                x, key = b.select(alive, values.value(gradient, e), zero), keys[n][e]
+                totals[key] = b.fadd(totals[key], x) if key in totals else x
+                if key in keys[n][e + 1 :]:
+                    continue
+                total, node = totals[key], graph.nodes[n]
+                if len(set(keys[n])) == 1:
+                    total = _sum_in_first_lane(b, total)
+                to = argument(b, a, f"word_{sums[graph.arrays[node.value].name]}")
+                at = b.mul(values.offset(node, e), ir.Constant(I64, 4))
+                ptx.add_float_unless_zero(b, b.add(to, at), total)
+            x = zero if made.score is None else values.value(made.score, e)
             if inverse is not None:  # the slope of c tanh(x / c) is 1 - tanh^2
                 t = b.fmul(s[e], inverse)
                 x = b.fmul(x, b.fsub(f32(1.0), b.fmul(t, t)))
-            found.append(b.select(alive[e], x, zero))
+            found.append(b.select(alive, x, zero))
         return found
-
-    def _add(
-        self,
-        b: ir.IRBuilder,
-        a: ir.Value,
-        values: _Values,
-        load: int,
-        gradient: int,
-        alive: Values,
-        sums: Mapping[str, int],
-    ) -> None:
-        """Add the gradients of captured elements to those in HBM.
-
-        The gradients of one captured element are first added up in the lane, and those of an
-        element that all scores of the head share, in the warp.
-        """
-        node = values.nodes[load]
-        totals: dict[tuple[int, ...], ir.Value] = {}
-        one_of: dict[tuple[int, ...], int] = {}
-        for e in range(self.count):
-            values.value(load, e)
-            x = b.select(alive[e], values.value(gradient, e), f32(0.0))
-            key = values.key(load, e)
-            totals[key] = b.fadd(totals[key], x) if key in totals else x
-            one_of.setdefault(key, e)
-        to = argument(b, a, f"word_{sums[values.arrays[node.value].name]}")
-        for key, total in totals.items():
-            if len(totals) == 1:
-                total = _sum_in_first_lane(b, total)
-            with b.if_then(b.fcmp_unordered("!=", total, f32(0.0))):
-                at = b.mul(values.offset(node, one_of[key]), ir.Constant(I64, 4))
-                ptx.add_float(b, b.add(to, at), [total])
 
 
 def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> SimpleNamespace:
