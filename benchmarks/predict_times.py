@@ -62,7 +62,7 @@ def problem_of(row):
     return Problem(
         **given,
         kv_heads=int(row["kv_heads"]),
-        dtype="bfloat16",
+        dtype=row.get("dtype") or "bfloat16",
         causal=row["causal"] == "True",
         window=window,
     )

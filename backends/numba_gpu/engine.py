@@ -6,8 +6,6 @@ are plain Python loops for float16 and float32, which also run in Numba's CUDA s
 families support score functions, mask functions and sinks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any

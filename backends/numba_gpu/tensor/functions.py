@@ -5,8 +5,6 @@ fragment. A value that several elements share is computed once, for example a ca
 index depends only on the query.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from types import SimpleNamespace
