@@ -249,6 +249,8 @@ class _Fragment:
         constants = dict(kernel.constants)
         self.bf16, self.softcap = bool(constants["FS_BF16"]), bool(constants["FS_SOFTCAP"])
         self.mask, self.score = (None, None) if of is None else of.graphs
+        #: Whether a function reads captured arrays by query or key, so only at existing ones.
+        self.reads = of is not None and of.reads
         self.in_mask, self.in_score = ((), ()) if of is None else of.inside
         arrays: tuple[ArraySpec, ...] = () if self.score is None else self.score.arrays
         self.of_score = len(arrays)
@@ -282,7 +284,8 @@ class _Fragment:
             given[name] = {}
             for step in sorted({at[name] for at in self.where}):
                 i = b.add(start, i32(step))
-                given[name][step] = b.select(b.icmp_signed("<", i, last), i, last)
+                inside = b.select(b.icmp_signed("<", i, last), i, last) if self.reads else i
+                given[name][step] = inside
         first, inside = (0, self.in_score) if more else (self.of_score, self.in_mask)
         addresses = [argument(b, a, f"word_{first + x}") for x in range(len(graph.arrays))]
         made = b, graph, given, self.where, addresses, inside
@@ -357,7 +360,8 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     The fragment has 16 `blocks` rows and `n` columns. Rows are queries if `by_row` is true, and
     keys if not. All functions take the kernel's arguments `a`, batch entry b, head h, and
     fragments. All functions also take the warp's first query and key, and the last existing query
-    and key. Positions past the last query or key are replaced by the last one.
+    and key. If the functions read arrays, positions past the last query or key are replaced by the
+    last one.
 
     The result has the attributes ``has_mask`` and ``has_score``, and these functions:
 
