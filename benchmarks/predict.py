@@ -24,7 +24,7 @@ import numpy as np
 import predict_decode
 import predict_fit
 from gpu_lab import read_table
-from predict_times import DATA, DRAWN, H200, PASSES, SETS, drawn, measured, problem_of
+from predict_times import DATA, H200, HOPPERS, PASSES, SETS, measured, of_hopper, problem_of
 
 from flashsim import Device, Problem
 from flashsim.report import Table
@@ -50,7 +50,7 @@ def errors(everything):
     """Return predicted / measured - 1: {(kernels, pass, set): [(error, measured pass)]}."""
     found = {}
     for one in everything:
-        wrong = predicted(one) / one.seconds - 1
+        wrong = predicted(one, device=one.device) / one.seconds - 1
         found.setdefault((one.kernels, one.name, one.where), []).append((wrong, one))
     return found
 

@@ -26,13 +26,16 @@ FREE = {
         for width in ("", ", 96", ", 128", ", wide", ", widest")
     },
     **{
-        ("hopper", f"{s}{width}"): ("tensor", "scores", "visit", *COMMON)
-        for s in ("dkdv", "dq")
+        ("hopper", f"{s}{width}"): ("tensor", "scores", *loads, "visit", *COMMON)
+        for s, loads in (("dkdv", ("loads",)), ("dq", ()))
         for width in ("", ", 128")
     },
     # Loops of up to 1,024 rows, too short for a clock throttle; longer loops; single visits.
     **{
-        ("hopper", f"fused{how}{width}"): ("tensor", "scores", "reduced", "visit", *lasting)
+        ("hopper", f"fused{how}{width}"): (
+            *("tensor", "scores", "loads", "reduced", "visit"),
+            *lasting,
+        )
         for how, lasting in (("", SHORT), (", deferred", COMMON))
         for width in ("", ", 128")
     },
@@ -84,6 +87,8 @@ def points(everything, kernels, name):
             continue
         if name.startswith("forward") != (one.name == "forward"):
             continue
+        if one.name == "flash2-fused" and one.problem.n_kv <= 128 and kernels == "hopper":
+            continue  # the single-KV-tile backward runs instead
         direction, algorithm = PASSES[one.name]
         passes, traffic = model._prepare(
             one.problem, direction, algorithm, kernels, one.tiling, one.device
