@@ -108,7 +108,9 @@ def of_hopper(path):
             said = predict(p, direction="backward", algorithm=name, device=device).stages
             rows = sum(s.seconds for s in said if s.name in ("delta", "convert"))
             stages = {"fused": whole - rows}
-        found.append(Measured(p, "hopper", name, tiling, whole, stages, device, row.get("seed", "")))
+        found.append(
+            Measured(p, "hopper", name, tiling, whole, stages, device, row.get("seed", ""))
+        )
     return found
 
 
