@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from predict_times import H200, PASSES
+from predict_times import PASSES
 
 from flashsim.studies.predict import Constants, model
 from flashsim.studies.predict.units import once_bytes
@@ -39,7 +39,10 @@ FREE = {
         for how, lasting in (("", SHORT), (", deferred", COMMON))
         for width in ("", ", 128")
     },
-    ("hopper", "fused, once"): ("tensor", "scores", "item", "launch"),
+    **{
+        ("hopper", f"fused, once{width}"): ("tensor", "scores", "item", "launch")
+        for width in ("", ", 128")
+    },
     **{("hopper", f"{s}, wide"): ("tensor", "visit", *COMMON) for s in ("dkdv", "dq")},
     ("hopper", "fused, roles"): ("tensor", "reduced", "visit", *COMMON),
     # There are four times and two, so these have as few constants as possible.
@@ -215,12 +218,12 @@ def fit_streams(everything):
         if one.where != "fitted" or one.seed or one.name == "forward":
             continue
         passes, traffic = model._prepare(
-            one.problem, *PASSES[one.name], one.kernels, one.tiling, H200
+            one.problem, *PASSES[one.name], one.kernels, one.tiling, one.device
         )
         for each in passes:
             if not each.kernel.shared_bytes and one.kernels != "python":
                 name = each.stage.name
-                least = once_bytes(traffic, name) / H200.hbm_bandwidth
+                least = once_bytes(traffic, name) / one.device.hbm_bandwidth
                 found[each.kernel.overlaps].append((least, one.stages[name]))
 
     def best(those):

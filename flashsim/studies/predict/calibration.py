@@ -139,8 +139,8 @@ HBM_SHARE, LAUNCH = 0.85, 3e-6
 #: The share of L2 whose data is certainly still in L2 when it is read again (docs/notebooks/l2.md,
 #: the probe).
 L2_KEEPS = 2 / 3
-#: The bytes of a kernel, divided by L2's size, from which on L2 keeps nothing of the previous kernel
-#: or call. Of 1, 1.25, 1.5 and 2, it fits an H100 best.
+#: The bytes of a kernel, divided by L2's size, from which on L2 keeps nothing of the previous
+#: kernel or call. Of 1, 1.25, 1.5 and 2, it fits an H100 best.
 L2_FULL = 1.0
 #: The exponent p that combines the time t of tiles and the time h of HBM's bytes: the result is
 #: (t^p + h^p)^(1/p). With p = 1 they would not overlap; with p = infinity they would overlap

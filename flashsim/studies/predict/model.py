@@ -488,10 +488,9 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
         if name == "fused" and width > 192:
             return "fused, widest"  # shared memory has no space for the dQ to be stored
         return f"{name}, roles" if one.kernel.name.endswith("_roles") else f"{name}, wide"
-    if one.stage.once:
-        return f"{name}, once"
-    deferred = ", deferred" if dict(one.kernel.constants).get("FS_DEFERRED") else ""
-    return f"{name}{deferred}{', 128' if width > 64 else ''}"
+    how = ", deferred" if dict(one.kernel.constants).get("FS_DEFERRED") else ""
+    how = ", once" if one.stage.once else how
+    return f"{name}{how}{', 128' if width > 64 else ''}"
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
