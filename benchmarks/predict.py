@@ -24,18 +24,9 @@ from pathlib import Path
 import numpy as np
 import predict_decode
 import predict_fit
+import predict_times
 from gpu_lab import read_table
-from predict_times import (
-    DATA,
-    H200,
-    HOPPERS,
-    PASSES,
-    SETS,
-    everything,
-    measured,
-    of_hopper,
-    problem_of,
-)
+from predict_times import DATA, H200, PASSES, SETS, everything, measured, problem_of
 
 from flashsim import Device, Problem
 from flashsim.report import Table
@@ -285,11 +276,11 @@ def main():
         return
     compared = everything()
     if chosen.leave_one_out:
-        for table in left_out_table(compared + of_hopper(HOPPERS[1]), chosen.jobs, chosen.worst):
+        for table in left_out_table(predict_times.fitted(), chosen.jobs, chosen.worst):
             print(table.text(width=120))
         return
     if chosen.fit:
-        used = compared + of_hopper(HOPPERS[1])
+        used = predict_times.fitted()
         print("STREAMED", predict_fit.fit_streams(used))
         for kernels in chosen.kernels.split(","):
             for (family, name), free in predict_fit.FREE.items():
