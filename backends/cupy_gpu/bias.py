@@ -1,7 +1,5 @@
 """Turn an additive bias into a score function, because kernels support no other form of bias."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Copy captured arrays of mask and score functions, and attention sinks, to GPU memory."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, NamedTuple
 

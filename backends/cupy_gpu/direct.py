@@ -1,7 +1,5 @@
 """Run an already checked request's kernels directly on torch tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@
 ``FlashCaptured`` follow ``struct Args``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -6,8 +6,6 @@ a measured time per visit. The model computes how many work tiles and visits the
 each SM finishes its last work tile.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 The notebook docs/notebooks/hopper.md describes the kernels' development.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flashsim.backends.kernels import nvrtc

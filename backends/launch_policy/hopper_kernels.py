@@ -1,7 +1,5 @@
 """Compute each Hopper kernel's threads, shared memory (``struct OnChip``) and TMA boxes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from flashsim.backends.launch import functions

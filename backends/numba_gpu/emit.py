@@ -5,8 +5,6 @@ tuple cannot be indexed at run time, so a fragment always stays in registers. Lo
 run in Python at compile time.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

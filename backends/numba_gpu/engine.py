@@ -7,8 +7,6 @@ families "tensor" and "teaching" support score and mask functions, and only "tea
 sinks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any

@@ -5,8 +5,6 @@
 for the differences in `launch.Variant`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flashsim.backends.launch import kernel as launch

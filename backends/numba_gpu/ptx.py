@@ -6,8 +6,6 @@ run on sm_80 and later unless a docstring says otherwise. A *lane* is a thread's
 0 to 31.
 """
 
-from __future__ import annotations
-
 from llvmlite import ir
 
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, i32, struct_values

@@ -1,7 +1,5 @@
 """`Builder` builds and simplifies expression graphs; `graph_of` reads a graph from a file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

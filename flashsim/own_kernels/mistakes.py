@@ -184,7 +184,7 @@ def backward(p: Problem, x: Arrays, way: Back, block_k: int) -> dict[str, np.nda
         s = np.where(keep, q @ k.T * p.scale, -np.inf)
         lse = np.log(np.exp(s - s.max(1, keepdims=True)).sum(1)) + s.max(1)
         lse = np.asarray(x["L"][head], np.float64) if "L" in x else lse
-        weights = np.exp2(s - lse[:, None]) if way.base2 else np.exp(s - lse[:, None])
+        weights = (np.exp2 if way.base2 else np.exp)(s - lse[:, None])
         dp = do @ v.T
         own = (weights * dp).sum(axis=1)
         if "O" in x:

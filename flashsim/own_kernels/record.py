@@ -11,6 +11,7 @@ import numpy as np
 from flashsim.own_kernels.tensors import KernelTensor
 from flashsim.problem import checks
 from flashsim.schedule.names import LOAD, REDUCE
+from flashsim.trace.events import Structured
 
 ATOMIC = REDUCE
 #: Bytes per sector: the smallest transfer between L2 and an SM.
@@ -128,8 +129,8 @@ class KernelRecord:
     source: str
     tensors: tuple[KernelTensor, ...]
     launches: tuple[Launch, ...]
-    accesses: np.ndarray
-    work: np.ndarray
+    accesses: Structured
+    work: Structured
     lines: tuple[tuple[str, int], ...]
     clashes: tuple[Clash, ...]
     stored: Mapping[int, np.ndarray]

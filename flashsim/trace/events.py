@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,11 @@ PHASES = ("visit", "load", "scores", "softmax", "output", "store")
 ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 
 
+#: An array with columns. Their types are unknown to mypy, which takes up to two seconds for each
+#: expression of several columns if it is told that this is an array.
+Structured = Any
+
+
 @dataclass(frozen=True, eq=False)
 class StageTrace:
     """The events of one run of a stage's loops, and the number of runs.
@@ -51,7 +57,7 @@ class StageTrace:
     schedule: Schedule
     repeat: int
     stride: int
-    events: np.ndarray
+    events: Structured
     costs: np.ndarray | None = None
 
     def __repr__(self) -> str:
@@ -110,14 +116,14 @@ class StageTrace:
         return full
 
 
-def gain(events: np.ndarray) -> np.ndarray:
+def gain(events: Structured) -> np.ndarray:
     """Return, per event, the change of the on-chip memory in use, in bytes."""
     on = (events["op"] == LOAD) | (events["op"] == ALLOC)
     off = events["op"] == FREE
     return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
 
 
-def step_ends(events: np.ndarray) -> np.ndarray:
+def step_ends(events: Structured) -> np.ndarray:
     """Return the index of each outer step's last event.
 
     An outer step ends at the first event, after its "compute" event, that leaves no buffer on chip.

@@ -31,7 +31,7 @@ from flashsim.problem import checks
 from flashsim.report import whole
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.trace import timeline
-from flashsim.trace.events import PHASES, ROLES, StageTrace, gain, step_ends
+from flashsim.trace.events import PHASES, ROLES, StageTrace, Structured, gain, step_ends
 from flashsim.trace.recording import Recording
 
 PIPES = ("block", "memory", "compute")
@@ -115,7 +115,7 @@ def _real(trace: Recording) -> Iterator[Slice]:
 
 
 def _real_counters(
-    trace: Recording, spans: np.ndarray, block: np.ndarray, origin: int
+    trace: Recording, spans: Structured, block: np.ndarray, origin: int
 ) -> Iterator[Slice]:
     """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
@@ -147,7 +147,7 @@ def _real_counters(
         yield _counter("SRAM", sm, when - origin, on_chip[sm])
 
 
-def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
+def _part_bytes(stage: StageTrace, parts: Structured) -> np.ndarray:
     """Return the requested bytes of each visit or outer step in `parts`, as int64 (n_parts,).
 
     If several blocks store parts of one row tile, the outer step's bytes are divided equally among
@@ -221,7 +221,7 @@ class _Clock:
         self.other_per_ns = device.cuda_flops.get("float32", matmul) * per_ns
 
     def block(
-        self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
+        self, stage: StageTrace, events: Structured, start: int, sm: int, walk: int
     ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
         """Return a step's slices, end time in ns, and transfers as pairs (time, bytes)."""
         self.used.add(sm)

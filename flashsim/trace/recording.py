@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import TENSORS
 from flashsim.schedule.tensors import AXES
-from flashsim.trace.events import StageTrace
+from flashsim.trace.events import StageTrace, Structured
 
 
 class Own(NamedTuple):
@@ -49,7 +47,7 @@ class Recording:
     backend: str
     stages: Sequence[StageTrace]
     provenance: Mapping[str, str] = field(default_factory=dict)
-    timeline: np.ndarray | None = None
+    timeline: Structured | None = None
     own: Own | None = None
 
     def __post_init__(self) -> None:

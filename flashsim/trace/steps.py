@@ -15,7 +15,7 @@ from flashsim import report
 from flashsim.counts.work import KINDS, stage_work
 from flashsim.errors import TraceError
 from flashsim.schedule.names import COMPUTE, FREE, OPS, TRANSFERS
-from flashsim.trace.events import EVENT, buffer_of, gain
+from flashsim.trace.events import EVENT, Structured, buffer_of, gain
 from flashsim.trace.recording import Recording
 
 _Trace = TypeVar("_Trace", bound=Recording)
@@ -55,7 +55,7 @@ class Steps(Generic[_Trace]):
         parts = [stage.events.copy() for stage in trace.stages]
         for number, part in enumerate(parts):
             part["stage"] = number
-        self.events = np.concatenate(parts) if parts else np.zeros(0, EVENT)
+        self.events: Structured = np.concatenate(parts) if parts else np.zeros(0, EVENT)
         self.ends = np.flatnonzero(self.events["op"] == COMPUTE)
         if not len(self.ends):
             raise TraceError(

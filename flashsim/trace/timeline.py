@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim.errors import TraceError
-from flashsim.trace.events import ROLES
+from flashsim.trace.events import ROLES, Structured
 from flashsim.trace.recording import Recording
 
 
@@ -33,7 +33,7 @@ class Rows:
     names: tuple[str, ...]
 
 
-def rows(trace: Recording, spans: np.ndarray) -> Rows:
+def rows(trace: Recording, spans: Structured) -> Rows:
     """Return a drawing row for each span in `spans`, the complete or a partial timeline of `trace`.
 
     Raises
@@ -102,7 +102,7 @@ def numbers(*columns: np.ndarray) -> np.ndarray:
     return found
 
 
-def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _extents(spans: Structured, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays in ns: each owner's first start of a span, and each owner's last end."""
     n = int(owner.max()) + 1
     start, end = np.full(n, np.iinfo(np.int64).max), np.full(n, np.iinfo(np.int64).min)

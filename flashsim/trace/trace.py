@@ -21,7 +21,7 @@ from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.schedule.schedule import Schedule
-from flashsim.trace.events import EVENT, StageTrace, buffer_of, gain
+from flashsim.trace.events import EVENT, StageTrace, Structured, buffer_of, gain
 from flashsim.trace.recording import Recording
 from flashsim.trace.steps import Frame, Steps
 
@@ -36,7 +36,7 @@ class Trace(Recording, questions.Answers):
     # -- events ---------------------------------------------------------------------------------
 
     @cached_property
-    def events(self) -> np.ndarray:
+    def events(self) -> Structured:
         """All events of all heads in one structured array (dtype `EVENT`), stage by stage."""
         parts = [stage.expand(number) for number, stage in enumerate(self.stages)]
         return np.concatenate(parts) if parts else np.zeros(0, EVENT)
@@ -130,7 +130,7 @@ class Trace(Recording, questions.Answers):
         return totals
 
     def _moving(
-        self, events: np.ndarray, op: str | None = None, tensor: str | None = None
+        self, events: Structured, op: str | None = None, tensor: str | None = None
     ) -> np.ndarray:
         questions.check_names(op, tensor, self.tensors)
         chosen = np.isin(events["op"], TRANSFERS if op is None else OPS.index(op))
@@ -159,7 +159,7 @@ class Trace(Recording, questions.Answers):
                 extent = [stage.repeat * n for n in stage.extent(tiles)]
                 flops.update(total_flops(ops, *extent))
                 chip.update(on_chip_bytes(ops, stage.stage, *extent))
-        return flops, chip
+        return dict(flops), dict(chip)
 
     # -- SRAM -----------------------------------------------------------------------------------
 

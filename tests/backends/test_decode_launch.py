@@ -95,7 +95,7 @@ def launches(monkeypatch):
         seen.append(record)
 
     stream = SimpleNamespace(synchronize=lambda: None)
-    runtime = SimpleNamespace(streamIsCapturing=lambda stream: False)
+    runtime = SimpleNamespace(streamIsCapturing=lambda stream: False, getDevice=lambda: 0)
     cuda = SimpleNamespace(
         runtime=runtime,
         driver=SimpleNamespace(launchKernel=launch),
@@ -171,15 +171,15 @@ class Tensor:
     def element_size(self):
         return self.x.itemsize
 
-    def new_empty(self, *shape):
-        return Tensor(np.full(shape, np.nan, self.dtype))
-
 
 class Tensors(Space):
     """Of such tensors."""
 
     def empty(self, shape, like=None):
         return Tensor(super().empty(shape))
+
+    def maker(self, shape, dtype="float32"):
+        return lambda: Tensor(np.full(shape, np.nan, numpy_dtype(dtype)))
 
 
 @needs_gcc

@@ -1,16 +1,14 @@
 """Summing up tables of counters; the tables of docs/ are what the kept measurement says."""
 
 import csv
-import importlib.util
 import io
 import json
-import sys
 from dataclasses import replace
 from operator import itemgetter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from repository import ROOT, page, recorded, script
 from typer.testing import CliRunner
 
 from flashsim import Problem, TraceError
@@ -20,15 +18,9 @@ from flashsim.studies.verify.workload import run_case
 
 pytestmark = pytest.mark.promise("doc figures are measured")
 
-ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "data" / "verify-h200.csv"
-RESULTS, TABLES, MODELS, GUIDE = (
-    (ROOT / "docs" / page).read_text(encoding="utf-8")
-    for page in (
-        *("notebooks/predictions.md", "notebooks/counters.md"),
-        *("reference/predictions.md", "guides/truth.md"),
-    )
-)
+RESULTS, TABLES = page("notebooks/predictions.md"), page("notebooks/counters.md")
+MODELS, GUIDE = page("reference/predictions.md"), page("guides/truth.md")
 COLUMNS = ("shape", "kernels", "pass", "tile", "kernel", "quantity", "predicted", "measured")
 
 
@@ -81,10 +73,9 @@ def test_writes_lie_between_what_is_stored_and_the_sectors_touched():
     """All launches of both tables, and four of them a little below: as the notebook says."""
     below, launches = [], 0
     for name in ("verify-h200.csv", "verify-widths-h200.csv"):
-        rows = csv.DictReader(io.StringIO((KEPT.parent / name).read_text()))
         place = itemgetter("shape", "kernels", "pass", "kernel")
         limits = {}
-        for row in rows:
+        for row in recorded(name):
             if row["quantity"] in ("requested write", "sectors written"):
                 limits.setdefault(place(row), []).append(int(row["predicted"]))
                 measured = float(row["measured"])
@@ -119,23 +110,22 @@ def test_docs_print_what_the_measurement_says(number):
 
 def test_docs_count_what_misses_its_target():
     """Of reads and writes, four of the smallest shapes aside, and of attention's DRAM reads."""
-    with KEPT.open(newline="") as stream:
-        everything = list(csv.DictReader(stream))
+    everything = recorded(KEPT)
     asked = [r for r in everything if r["quantity"] in ("requested read", "requested write")]
     dram = [
         r
         for r in everything
         if r["quantity"] == "DRAM read" and r["kernel"] not in ("delta", "convert")
     ]
-    rows = summary(KEPT.read_text())[3].records()
+    missed = summary(KEPT.read_text())[3].records()
     requested = [
         row
-        for row in rows
+        for row in missed
         if row["quantity"] != "DRAM read"
         and not (" 1,024 x " in row["shape"] and abs(float(row["difference, %"])) <= 0.5)
     ]
     assert f"{len(requested)} of {len(asked)} rows" in TABLES
-    beyond = [row for row in rows if row["quantity"] == "DRAM read"]
+    beyond = [row for row in missed if row["quantity"] == "DRAM read"]
     assert f"{len(beyond)} of {len(dram)}" in TABLES
 
 
@@ -150,11 +140,10 @@ def test_the_guide_says_what_the_measurement_says():
         f"medians of {medians[0]:.1f} to {medians[-1]:.1f} % of all wavefronts, {python:.1f} % for"
     )
     assert f"{said} the fused kernel in Python, and {worst:.1f} % at worst |" in GUIDE
-    with KEPT.open(newline="") as stream:
-        rows = [r for r in csv.DictReader(stream) if r["quantity"] == "DRAM read"]
+    reads_of_dram = [r for r in recorded(KEPT) if r["quantity"] == "DRAM read"]
     off = [
         abs(float(r["measured"]) / float(r["predicted"]) - 1)
-        for r in rows
+        for r in reads_of_dram
         if r["kernel"] not in ("delta", "convert") and r["in L2"] == "no"
     ]
     within, close = sum(x < 0.1 for x in off), sum(x < 0.05 for x in off)
@@ -167,10 +156,9 @@ def test_the_guide_says_what_the_measurement_says():
 def test_kernels_counted_what_was_predicted():
     """Equal but for the boxes of the copy engine that hang over the ends, which are not counted."""
     key = itemgetter("shape", "kernels", "pass", "kernel")
-    with KEPT.open(newline="") as stream:
-        everything = list(csv.DictReader(stream))
-    rows = [row for row in everything if row["quantity"].startswith("requested")]
-    different = [row for row in rows if row["counted"] != row["predicted"]]
+    everything = recorded(KEPT)
+    requested = [row for row in everything if row["quantity"].startswith("requested")]
+    different = [row for row in requested if row["counted"] != row["predicted"]]
     assert {row["quantity"] for row in different} == {"requested read"}
     assert {row["kernels"] for row in different} <= {"hopper", "numba_cuda"}
     assert all(int(row["counted"]) < int(row["predicted"]) for row in different)
@@ -178,7 +166,7 @@ def test_kernels_counted_what_was_predicted():
         key(row): row["predicted"] for row in everything if row["quantity"] == "reads at L2"
     }
     assert all(row["counted"] == without_boxes[key(row)] for row in different)
-    assert f"{len(rows)} figures" in RESULTS
+    assert f"{len(requested)} figures" in RESULTS
     assert f"{len(different)} figures of Hopper reads" in TABLES
 
 
@@ -264,14 +252,14 @@ def test_what_was_kept_becomes_a_table(measurement, tmp_path, monkeypatch):
     Record(cases, text.getvalue(), counted).save(folder / "ncu.csv")
     monkeypatch.setattr("sys.argv", ["verify.py", "--from", str(folder), "--out", str(out)])
     measurement.main()
-    rows = list(csv.DictReader(out.read_text().splitlines()))
-    assert [(row["kernels"], row["pass"], row["kernel"]) for row in rows[::2]] == [
+    written = recorded(out)
+    assert [(row["kernels"], row["pass"], row["kernel"]) for row in written[::2]] == [
         *(("hopper", "forward", "forward"),),
         *(("hopper", "flash2", kernel) for kernel in ("delta", "dkdv", "dq")),
         *(("hopper", "flash2-fused", kernel) for kernel in ("delta", "fused", "convert")),
         *(("simulator", "forward", "forward"),),
     ]
-    assert {row["in L2"] for row in rows} == {"yes"}
+    assert {row["in L2"] for row in written} == {"yes"}
     assert len(summary(out.read_text())[1].rows) == 5 + 1
 
 
@@ -293,7 +281,7 @@ def test_other_head_dimensions_are_predicted_as_closely():
     text = (KEPT.parent / "verify-widths-h200.csv").read_text()
     assert summary(text)[0].markdown() in TABLES
     apart = {}
-    for row in csv.DictReader(io.StringIO(text)):
+    for row in recorded("verify-widths-h200.csv"):
         if row["predicted"] not in ("", "0"):
             wrong = float(row["measured"]) / float(row["predicted"]) - 1
             apart.setdefault(row["quantity"], []).append(abs(wrong))
@@ -306,15 +294,6 @@ def test_other_head_dimensions_are_predicted_as_closely():
 
 
 # -- time: benchmarks/predict.py -------------------------------------------------------------------
-
-
-def script(name):
-    """A module of benchmarks/."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

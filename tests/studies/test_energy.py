@@ -1,10 +1,10 @@
 """Joules: sums by hand, where they are printed, and that nothing is made up for other devices."""
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from repository import script
 
 import flashsim
 from flashsim import Device, Problem
@@ -91,10 +91,9 @@ def test_the_least_joules_under_a_roof():
     assert more == pytest.approx(energy.waiting * (1 - seconds))
 
 
-def test_docs_print_the_joules_of_passes(monkeypatch):
+def test_docs_print_the_joules_of_passes():
     """The aim of 10 % holds, of those that were fitted and of those held out."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("doc_tables")
+    tables = script("doc_tables")
     table, off = tables.power_tables()
     assert table.markdown() in RESULTS
     assert off.markdown() in RESULTS
@@ -104,9 +103,8 @@ def test_docs_print_the_joules_of_passes(monkeypatch):
     assert all(abs(float(row[3])) < 10 and abs(float(row[5])) < 10 for row in off.rows)
 
 
-def test_constants_that_made_the_joules_are_found_again(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    power = importlib.import_module("power")
+def test_constants_that_made_the_joules_are_found_again():
+    power = script("power")
     units, passes = power.read(ROOT / "docs" / "data" / "power-h200.csv")
     ours, fitted = ENERGIES["H200"], power.fit(units, passes)
     for name in ("waiting", "most", "score", "shared", "added", "hbm"):

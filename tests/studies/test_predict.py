@@ -1,11 +1,10 @@
 """The time model: its parts by hand, its behaviour, and how far it is from measured kernels."""
 
-import csv
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import recorded
 
 import flashsim
 from flashsim import Device, DTypeError, OptionError, Problem, Tiling, UnsupportedError, functions
@@ -29,7 +28,6 @@ from flashsim.studies.predict.units import _waves_per_row, bytes_again, clock, o
 pytestmark = pytest.mark.promise("predictions are judged")
 
 PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
-DECODE_CSV = Path(__file__).parents[2] / "docs" / "data" / "decode-h200.csv"
 PLAIN = {"forward": Constants(tensor=1.0, launch=0.0)}
 H200 = Device.get("H200")
 HERTZ = 66.9e12 / (2 * 128 * 132)
@@ -497,10 +495,10 @@ def test_measured_decode_calls_are_predicted():
 
     With the splits that were measured: the kernel's own choice has become another since.
     """
-    with DECODE_CSV.open(newline="") as stream:
-        rows = [r for r in csv.DictReader(stream) if r["implementation"] == "flashsim"]
     errors = []
-    for r in rows:
+    for r in recorded("decode-h200.csv"):
+        if r["implementation"] != "flashsim":
+            continue
         shape = (int(r[name]) for name in ("n_q", "keys", "head_dim"))
         p = Problem(*shape, batch=int(r["batch"]), heads=32, kv_heads=8, dtype="bfloat16")
         errors.append(1e6 * decoded(p, splits=int(r["splits"])).seconds / float(r["us"]) - 1)
@@ -511,7 +509,6 @@ def test_measured_decode_calls_are_predicted():
 
 # -- mask and score functions ---------------------------------------------------------------------
 
-FLEX_CSV = DECODE_CSV.with_name("gpu-flex-h100.csv")
 MASKS = {
     "causal": functions.causal(),
     "window 1024": functions.window(1023, 0),
@@ -523,7 +520,7 @@ MASKS = {
 def test_times_with_a_mask_function_against_an_h100():
     """As docs/reference/predictions.md says: 0.84 to 1.03 of the measured times."""
     ratios = []
-    for row in csv.DictReader(FLEX_CSV.read_text().splitlines()):
+    for row in recorded("gpu-flex-h100.csv"):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
             continue
         d, heads = int(row["head_dim"]), int(row["heads"])

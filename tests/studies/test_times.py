@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from repository import script
 
 import flashsim
 from flashsim import Problem
@@ -22,8 +23,7 @@ WIDE = Problem(512, 512, 256, heads=4, dtype="bfloat16")
 
 @pytest.fixture
 def times(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    module = importlib.import_module("times")
+    module = script("times")
     monkeypatch.setattr(module, "this_gpu", lambda: GPU)
     return module
 

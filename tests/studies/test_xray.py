@@ -1,6 +1,5 @@
 """X-ray: tiles inferred from counters, of kernels whose tiles are known."""
 
-import csv
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import recorded
 from typer.testing import CliRunner
 
 import flashsim
@@ -67,8 +67,7 @@ def test_tiles_of_flash_attention_2_are_those_in_its_kernels_names(xray):
 )
 def test_no_tile_of_known_kernels_is_wrong(longest):
     """Kernels of four origins on random shapes, measured on an H100 by benchmarks/xray.py."""
-    rows = list(csv.DictReader(TRUTH.with_suffix(".csv").read_text().splitlines()))
-    known = {int(row["read B"]): row["true"] for row in rows}
+    known = {int(row["read B"]): row["true"] for row in recorded(TRUTH.with_suffix(".csv"))}
     record = Profile.load(TRUTH)
     short = {n for n, call in enumerate(record.calls) if call["problem"]["n_q"] <= longest}
     launches = tuple(x for x in record.launches if x.call in short and int(x.seen.read) in known)
@@ -318,8 +317,7 @@ def test_what_goes_wrong_is_said(profiler, monkeypatch):
 
 def test_clusters_and_spills_are_told_and_their_tiles_right():
     """Kernels that read far more than their tiles: clusters' parts, registers that come back."""
-    lines = TRUTH.with_suffix(".csv").read_text().splitlines()
-    rows = {int(row["read B"]): row for row in csv.DictReader(lines)}
+    rows = {int(row["read B"]): row for row in recorded(TRUTH.with_suffix(".csv"))}
     record = Profile.load(TRUTH)
     reads = (39_117_568, 102_504_032, 63_371_008)
     calls = {x.call for x in record.launches if int(x.seen.read) in reads}

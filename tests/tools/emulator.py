@@ -5,8 +5,6 @@ GPU. It is slow, so problems must be small. It cannot show times, or errors that
 run truly in parallel.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

@@ -7,8 +7,6 @@ of each family of GPU kernels, which need no GPU. It writes the table into the p
 `tests/backends/test_features_page.py` compares the page with the code.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from flashsim.errors import OptionError, TraceError
 from flashsim.problem import checks
 from flashsim.trace import timeline
-from flashsim.trace.events import PHASES
+from flashsim.trace.events import PHASES, Structured
 from flashsim.trace.timeline import Rows
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
@@ -127,7 +127,7 @@ def _ticks(ax: Axes, busy: np.ndarray, placed: Rows, color: str) -> None:
 
 
 def _phases(
-    ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, placed: Rows, outer: str
+    ax: Axes, theme: Theme, spans: Structured, bars: np.ndarray, placed: Rows, outer: str
 ) -> None:
     height = 0.9 / len(placed.names)
     top = spans["sm"] - 0.45 + placed.row * height
@@ -148,7 +148,7 @@ def _phases(
 
 
 def _number(
-    ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, middle: np.ndarray, inner: str
+    ax: Axes, theme: Theme, spans: Structured, bars: np.ndarray, middle: np.ndarray, inner: str
 ) -> None:
     """Write the inner tile's number on the longest phase of each visit (tile pair), if it fits."""
     low, high = ax.get_xlim()
@@ -166,7 +166,7 @@ def _number(
 
 
 def _blocks(
-    ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, placed: Rows, outer: str
+    ax: Axes, theme: Theme, spans: Structured, bars: np.ndarray, placed: Rows, outer: str
 ) -> None:
     """Draw one bar per thread block, from the time stamps of its last role (warpgroup).
 

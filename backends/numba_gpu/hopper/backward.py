@@ -14,8 +14,6 @@ warps send dQ to HBM. Without FUSED, the kernel in the module `dq` computes dQ. 
 CLUSTER divide the visits of a work tile, and add up dK and dV through shared memory.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

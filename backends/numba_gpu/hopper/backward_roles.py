@@ -7,8 +7,6 @@ one dK^T, for all keys and columns of a tile. P and dS are transposed when they 
 memory. Each row of the scores belongs to one query.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

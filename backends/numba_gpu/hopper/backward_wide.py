@@ -10,8 +10,6 @@ With many work tiles, the fused backward in the module `backward_roles` is faste
 of a CLUSTER share the visits of a work tile.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -8,8 +8,6 @@ divide the keys of each visit, and their two sums are added at the end. One prod
 ring buffer of K and V tiles full.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

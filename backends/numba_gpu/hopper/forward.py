@@ -7,8 +7,6 @@ Blocks are persistent: a block's producer takes one work tile (a row tile of a h
 The producer passes the work tile to the consumers through slots in shared memory.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -5,8 +5,6 @@ fragment has a log-sum-exp and a delta. The module `row_gradients` has the same 
 Q-outer dQ kernel.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Numba intrinsics for the Q-outer dQ kernel on Hopper, in which rows of scores are queries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

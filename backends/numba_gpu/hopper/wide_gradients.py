@@ -5,8 +5,6 @@ is one key with 64 queries. In `backward_wide`, a row of scores is a key. In `ba
 of scores is a query. A row of dQ is a query, so dQ is staged differently than in `gradients`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

@@ -16,8 +16,6 @@ one or two stages of shared memory. The matrices dK, dV, S^T, P^T and dP^T are i
 matrix dS is also written to shared memory, because the dQ product needs the dS of several warps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba import cuda

@@ -8,8 +8,6 @@ Q, dO, the log-sum-exp L and delta stay in shared memory until the block ends. K
 two stages of shared memory. The matrices dQ, S, P, dP and dS are in registers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba import cuda

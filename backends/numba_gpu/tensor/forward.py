@@ -6,8 +6,6 @@ visit. O, m, l, S and P are in registers. Q stays in registers if there are enou
 shared memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba import cuda

@@ -4,8 +4,6 @@ One device function computes a single score. For a fragment, a second generated 
 first one with each element's positions.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

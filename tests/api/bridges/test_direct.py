@@ -1,7 +1,5 @@
 """Calls that go straight to an engine: checked once, never taken for others, the same numbers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -26,6 +24,7 @@ def tensors(n_q=5, n_kv=9, dtype=torch.float64):
 def kept(monkeypatch):
     """The calls that are kept; none as a test begins."""
     monkeypatch.setattr(direct, "_READY", {})
+    monkeypatch.setattr(direct, "_EXACT", {})
     return lambda: len(direct._READY)
 
 

@@ -1,7 +1,5 @@
 """flash-attention's interfaces, beside an oracle in float64 that is written here."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from itertools import pairwise

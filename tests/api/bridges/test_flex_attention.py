@@ -1,7 +1,5 @@
 """`flashsim.torch.flex_attention` takes functions written for torch's FlexAttention, unchanged."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Real models of transformers' with weights made at random: flashsim gives what "eager" gives."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

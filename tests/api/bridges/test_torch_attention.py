@@ -1,7 +1,5 @@
 """`flashsim.torch.attention` as torch's own tools see it, `FlashAttention` as a course calls it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """flashsim in the place of torch's flash attention, on the CPU: asked for, used, given back."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
