@@ -367,14 +367,13 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode the arrays at these addresses, with `keys` live keys per sequence."""
-        with _EXPLAINING, self._space.on_device():
-            parts, _kept = self._partial(stream)
-            head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
-            self._ready(stream, head, 0, 0, keys)
+        """Decode the arrays at these addresses, with `keys` live keys per sequence.
 
-
-_EXPLAINING = failures.Explaining()
+        The space's device must be the thread's current device.
+        """
+        parts, _kept = self._partial(stream)
+        head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
+        self._ready(stream, head, 0, 0, keys)
 
 
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:

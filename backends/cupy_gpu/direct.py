@@ -9,9 +9,7 @@ import cupy
 from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan, Repeated
 from flashsim.backends.cupy_gpu.decode import Decoder
-from flashsim.backends.failures import Explaining, explain
-
-_EXPLAINING = Explaining()
+from flashsim.backends.failures import explain
 
 
 class Placed:
@@ -29,19 +27,29 @@ class Placed:
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         """Launch the forward pass on `stream`, for arrays at these addresses."""
+        try:
+            if cupy.cuda.runtime.getDevice() == self._space.device:
+                self._launch(q, k, v, out, lse, stream)
+                return
+            with self._space.on_device():
+                self._launch(q, k, v, out, lse, stream)
+        except Exception as error:
+            explain(error)
+            raise
+
+    def _launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         of_q, of_k, of_v = self._strides
-        space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):
             self._run.at((q, *of_q), (k, *of_k), (v, *of_v), out, lse, self._keys, stream)
             return
-        with _EXPLAINING, space.on_device():
-            if again.launch(key, stream):
-                return
-            head = q, *of_q, k, *of_k, v, *of_v, out, *self._out, *NO_GRADIENTS, lse, *NO_SCRATCH
-            call = Call(space, head, stream=stream)
-            for one in self._run.launches:
-                one(call, {})
-            again.note(key, call)
+        key = q, k, v, out, lse, stream
+        if self._repeated.launch(key, stream):
+            return
+        head = q, *of_q, k, *of_k, v, *of_v, out, *self._out, *NO_GRADIENTS, lse, *NO_SCRATCH
+        call = Call(self._space, head, stream=stream)
+        for one in self._run.launches:
+            one(call, {})
+        self._repeated.note(key, call)
 
 
 class Forward:
