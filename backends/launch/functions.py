@@ -16,7 +16,7 @@ import numpy as np
 from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import FLOAT, ArraySpec, Graph
-from flashsim.functions.intervals import largest_result
+from flashsim.functions.intervals import largest_result, ranges_of_integers
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.spans import spans_of
 from flashsim.problem.problem import Problem
@@ -90,7 +90,9 @@ class Generated:
     kernel may load the elements of `band` for the distances q - k in a tile pair. `ramp` is a term
     of the score function that is linear in the positions. With `adds`, the score function only adds
     a term to the score. With `by_distance`, this term depends on positions only through their
-    distance. `graphs` are the traced mask and score function, which kernels in Python use.
+    distance. `graphs` are the traced mask and score function, which kernels in Python use. For each
+    of the two, `inside` has pairs (index node, size of an axis) in which the index is certainly in
+    range.
     """
 
     text: str
@@ -109,6 +111,7 @@ class Generated:
     by_distance: bool = False
     graphs: tuple[Graph | None, Graph | None] = (None, None)
     wanted: tuple[str, ...] = ()
+    inside: tuple[tuple[tuple[int, int], ...], ...] = ((), ())
 
     @property
     def constants(self) -> dict[str, int]:
@@ -412,6 +415,7 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             score is not None and _by_distance(score),
             (graph, score),
             tuple(source.gradients),
+            (_inside(graph, extents), _inside(score, extents)),
         )
         for source in _sources(mask, score, wanted, extents)
     )
@@ -421,6 +425,17 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
 def _reads(graph: Graph | None) -> list[int]:
     """Return the numbers of the nodes that read an array by query or key."""
     return [] if graph is None else [n for n in graph.loads if graph.depends[n] & {"q", "k"}]
+
+
+def _inside(
+    graph: Graph | None, extents: tuple[tuple[str, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    if graph is None:
+        return ()
+    ranges = ranges_of_integers(graph.nodes, dict(extents))
+    loads = [graph.nodes[n] for n in graph.loads]
+    pairs = {x for at in loads for x in zip(at.args, graph.arrays[at.value].shape, strict=True)}
+    return tuple(sorted((n, size) for n, size in pairs if 0 <= ranges[n][0] <= ranges[n][1] < size))
 
 
 @lru_cache(maxsize=256)

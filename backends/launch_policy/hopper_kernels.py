@@ -27,9 +27,12 @@ class Rings(NamedTuple):
 
 
 def forward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings
+    problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings, *, ahead: bool
 ) -> Kernel:
-    """Return the Hopper forward kernel for a problem, a tiling and ring-buffer sizes."""
+    """Return the Hopper forward kernel for a problem, a tiling and ring-buffer sizes.
+
+    With `ahead`, the kernel loads captured elements in advance, or adds a linear term by a product.
+    """
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
@@ -41,9 +44,10 @@ def forward_kernel(
             "TILE_BF16": tile.spec.dtype == "bfloat16",
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
-    elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
+    elif ahead and adds_ramp(problem):
+        # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    elif reads_distances(problem):
+    elif ahead and reads_distances(problem):
         more |= {"DISTANCES": _DISTANCES, "ADDED": functions.adds_by_distance(problem)}
     more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
     given = problem, tiling, variant
