@@ -8,11 +8,10 @@ from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
+from commands import invoke, ok, refused
 from repository import ROOT, page, recorded, script
-from typer.testing import CliRunner
 
 from flashsim import Problem, TraceError
-from flashsim.cli.app import app
 from flashsim.studies.verify import METRICS, Case, Record, summary
 from flashsim.studies.verify.workload import run_case
 
@@ -173,15 +172,11 @@ def test_kernels_counted_what_was_predicted():
 def test_the_command_sums_up_and_says_what_is_no_table(tmp_path):
     file = tmp_path / "table.csv"
     file.write_text(ROWS)
-    shown = CliRunner().invoke(app, ["verify", "--summary", str(file)])
-    assert shown.exit_code == 0, shown.output
-    assert "DRAM reads" in shown.stdout
-    missed = CliRunner().invoke(app, ["verify", "--summary", str(file), "--json"])
+    assert "DRAM reads" in ok("verify", "--summary", file)
+    missed = invoke("verify", "--summary", file, "--json")
     assert [row["shape"] for row in json.loads(missed.stdout)] == ["b"] * 3
-    absent = CliRunner().invoke(app, ["verify", "--summary", str(tmp_path / "absent.csv")])
-    assert "cannot read" in absent.stderr
-    wrong = CliRunner().invoke(app, ["verify", "--from", str(file), "--tiling", "64x64"])
-    assert "no Nsight Compute table" in wrong.stderr
+    assert "cannot read" in refused("verify", "--summary", tmp_path / "absent.csv")
+    assert "no Nsight Compute table" in refused("verify", "--from", file, "--tiling", "64x64")
 
 
 # -- benchmarks/verify.py --------------------------------------------------------------------------
