@@ -39,7 +39,12 @@ modules: $(VENV)/.dev
 	$(BIN)/python -m pytest --collect-only -qq --covered 1 > $(VENV)/modules.log || { cat $(VENV)/modules.log; exit 1; }
 
 walks: $(VENV)/.dev
-	$(BIN)/flashsim study warm > $(VENV)/walks.log
+	$(KERNELS) $(BIN)/flashsim study warm > $(VENV)/walks.log
+
+# Where tests keep the CPU engine. `walks` optimises its kernels for float32 as for a user. LLVM does
+# not optimise other types, narrow vectors and emulated units, which takes it 40 s; `make avx2` and
+# `make numba` do. Users' own compiled kernels lie elsewhere.
+KERNELS = NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba
 
 # The CPU engine on the oldest Numba that setup.cfg allows and on the newest, each in an environment
 # of its own; `test` has what pip takes by itself.
@@ -62,7 +67,7 @@ PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(J
   --no-loadscope-reorder
 
 unit: $(VENV)/.dev
-	$(PYTEST) --covered 97.5
+	$(KERNELS) NUMBA_OPT=0 $(PYTEST) --covered 97.5
 
 # All tests that run the CPU engine, as on a CPU with AVX2 alone, on an x86 that has more.
 HASWELL = NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c

@@ -233,11 +233,13 @@ class Decoder:
         self._new_out = space.maker((p.batch, p.heads, p.n_q, width), p.dtype)
         self._new_lse = space.maker((p.batch, p.heads, p.n_q))
         self._strides = p.heads * p.n_q * width, p.n_q * width, width
+        self._new_by_token = space.maker((p.batch, p.n_q, p.heads, width), p.dtype)
+        self._by_token = p.heads * p.n_q * width, width, p.heads * width
         self._width, self._padded, self._rows = p.head_dim_v, width, p.batch * p.heads * p.n_q
         # Strides of tensors that the kernel reads without a copy, and the same as it takes them.
         self._readable: tuple[Any, Any] = (), ((), (), ())
-        self._parts: dict[int, tuple[tuple[int, int, int], Any]] = {}  # by stream
-        self._unread: dict[int, Any] = {}  # memory by stream for an LSE that nobody reads
+        # Scratch memory by stream: addresses of partial results and of an LSE that nobody reads.
+        self._scratch: dict[int, tuple[tuple[int, int, int], int, Any]] = {}
 
     def __call__(
         self,
@@ -257,37 +259,68 @@ class Decoder:
         each sequence's live keys, and the sequence's index in the cache. `table` is an int32 array
         (batch, pages per sequence) with contiguous rows.
         """
+        space = self._space
         try:
-            with self._space.on_device():
-                lse = self._new_lse()
-                rest = lse.data_ptr(), lengths, table, starts, entries
-                return self._decoded(q, k, v, *rest), lse
+            with space.on_device():
+                lse, stream = self._new_lse(), space.stream()
+                parts, _kept = self._partial(stream)
+                where = self._new_out(), self._strides, stream, parts, lse.data_ptr()
+                return self._decoded(q, k, v, *where, lengths, table, starts, entries), lse
         except Exception as error:
             failures.explain(error)
             raise
 
     def output(self, q: Any, k: Any, v: Any) -> Any:
         """Return only the attention output of a call in which all keys are live."""
+        return self._output(q, k, v, self._new_out, self._strides)
+
+    def by_token(self, q: Any, k: Any, v: Any) -> Any:
+        """Return the result of `output` as (batch, n_q, heads, head_dim_v)."""
+        return self._output(q, k, v, self._new_by_token, self._by_token)
+
+    def _output(self, q: Any, k: Any, v: Any, new: Any, strides: tuple[int, int, int]) -> Any:
         space = self._space
         try:
-            if cupy.cuda.runtime.getDevice() == space.device:
-                stream = space.stream()
-                if not shares_nothing(stream):
-                    lse = self._unread.get(stream)
-                    if lse is None:  # not torch's memory, which may be a CUDA graph's
-                        with space.active():
-                            lse = self._unread[stream] = space.zeros((self._rows,), "float32")
-                    return self._decoded(q, k, v, lse.data.ptr)
+            stream = space.stream()
+            scratch = self._scratch.get(stream)
+            runtime = cupy.cuda.runtime
+            if (
+                scratch is None
+                or runtime.getDevice() != space.device
+                or runtime.streamIsCapturing(stream)
+            ):
+                with space.on_device():
+                    if shares_nothing(stream):
+                        lse, (parts, _kept) = self._new_lse(), self._partial(stream)
+                        where = stream, parts, lse.data_ptr()
+                        return self._decoded(q, k, v, new(), strides, *where)
+                    scratch = self._scratch[stream] = self._shared(stream)
+                    return self._decoded(q, k, v, new(), strides, stream, *scratch[:2])
+            return self._decoded(q, k, v, new(), strides, stream, *scratch[:2])
         except Exception as error:
             failures.explain(error)
             raise
-        return self(q, k, v)[0]
+
+    def _shared(self, stream: int) -> tuple[tuple[int, int, int], int, Any]:
+        """Return scratch memory that all calls on a stream share, and its owners.
+
+        CuPy allocates the memory, because torch's memory may be that of a CUDA graph.
+        """
+        space = self._space
+        with space.active():
+            lse = space.zeros((self._rows,), "float32")
+        parts, owner = self._partial(stream)
+        return parts, lse.data.ptr, (lse, owner)
 
     def _decoded(
         self,
         q: Any,
         k: Any,
         v: Any,
+        out: Any,
+        of_out: tuple[int, int, int],
+        stream: int,
+        parts: tuple[int, int, int],
         lse: int,
         lengths: Any = None,
         table: Any = None,
@@ -296,17 +329,15 @@ class Decoder:
     ) -> Any:
         space, ready, pages, row = self._space, self._ready, 0, 0
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        strides = q.stride(), k.stride(), v.stride()
+        steps = q.stride(), k.stride(), v.stride()
         readable, (of_q, of_k, of_v) = self._readable
-        if strides != readable or (at_q | at_k | at_v) & 15:
+        if steps != readable or (at_q | at_k | at_v) & 15:
             given = q, k, v
             (at_q, *of_q), q = arrays.place(space, q)
             (at_k, *of_k), k = arrays.place(space, k)
             (at_v, *of_v), v = arrays.place(space, v)
             if q is given[0] and k is given[1] and v is given[2]:
-                self._readable = strides, (of_q, of_k, of_v)
-        out, stream = self._new_out(), space.stream()
-        parts, _kept = self._partial(stream)
+                self._readable = steps, (of_q, of_k, of_v)
         capacity, read = k.shape[2], _WHOLE
         if not lengths is table is starts is entries is None:
             at = [0 if x is None else x.data_ptr() for x in (table, lengths, starts, entries)]
@@ -315,7 +346,7 @@ class Decoder:
                 pages, row = k.shape[0], table.stride(0)
                 capacity = table.shape[1] * self._page
         head = (
-            *(at_q, *of_q, out.data_ptr(), *self._strides, at_k, *of_k, at_v, *of_v),
+            *(at_q, *of_q, out.data_ptr(), *of_out, at_k, *of_k, at_v, *of_v),
             *(lse, *parts, ready.items, *read),
         )
         ready(stream, head, row, pages, capacity)
@@ -324,15 +355,7 @@ class Decoder:
         return out
 
     def _partial(self, stream: int) -> tuple[tuple[int, int, int], Any]:
-        """Return what `_parts` returns, which is cached unless it is only for this call."""
-        if not self._made.slots:
-            return _NO_PARTS
-        if shares_nothing(stream):
-            return _parts(self._space, self._made, None, stream)
-        known = self._parts.get(stream)
-        if known is None:
-            known = self._parts[stream] = _parts(self._space, self._made, None, stream)
-        return known
+        return _parts(self._space, self._made, None, stream) if self._made.slots else _NO_PARTS
 
     def at(
         self,
@@ -344,14 +367,13 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode the arrays at these addresses, with `keys` live keys per sequence."""
-        with _EXPLAINING, self._space.on_device():
-            parts, _kept = self._partial(stream)
-            head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
-            self._ready(stream, head, 0, 0, keys)
+        """Decode the arrays at these addresses, with `keys` live keys per sequence.
 
-
-_EXPLAINING = failures.Explaining()
+        The space's device must be the thread's current device.
+        """
+        parts, _kept = self._partial(stream)
+        head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
+        self._ready(stream, head, 0, 0, keys)
 
 
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:

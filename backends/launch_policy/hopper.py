@@ -50,7 +50,8 @@ class Hopper(Family):
     """The family of kernels that use Hopper's own instructions.
 
     Error texts for unsupported passes suggest the kernel family that `instead` names. With
-    `brings_tiles`, the forward kernel loads parts of a captured array by TMA.
+    `brings_tiles`, the forward kernel loads parts of a captured array in advance, and adds a linear
+    term of the score function by a product.
     """
 
     instead: str = "portable"
@@ -112,7 +113,8 @@ class Hopper(Family):
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
-            scored = problem.score_mod is not None and not hopper_kernels.adds_ramp(problem)
+            ramp = self.brings_tiles and hopper_kernels.adds_ramp(problem)
+            scored = problem.score_mod is not None and not ramp
             if problem.softcap or scored or reads:
                 # Functions use registers: wide tiles have none left, and three warpgroups have few.
                 rows = 128 if reads else 192
@@ -309,7 +311,8 @@ class Hopper(Family):
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)
             shared = self.forward_bytes(problem, tiling, rings)
-            made = hopper_kernels.forward_kernel(*given, shared, rings)
+            ahead = self.brings_tiles
+            made = hopper_kernels.forward_kernel(*given, shared, rings, ahead=ahead)
         elif stage == "fused" and tiling == ROLES:
             made = hopper_kernels.roles_kernel(*given)
         elif stage in ("dkdv", "fused"):

@@ -40,7 +40,8 @@ NAMES = (
 class Ready:
     """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`.
 
-    `output(q, k, v)` is the forward pass without the LSE.
+    `output(q, k, v)` is the forward pass without the LSE, and `by_token(q, k, v)` returns its
+    result as (batch, n_q, heads, head_dim_v), contiguous.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
@@ -51,10 +52,11 @@ class Ready:
         self._deterministic = deterministic
         self.forward: Any = self._slow_forward
         self.output: Any = self._output
+        self.by_token: Any = self._by_token
         self.backward: Any = self._slow_backward
         if _few(q, k, v) and self._run["backend"] == "cupy":
             self.forward = decoder = _decoder(q, k, v, Request(**self._run))
-            self.output = decoder.output
+            self.output, self.by_token = decoder.output, decoder.by_token
             return
         asked, job = ask(Request(**self._run), *map(readable, (q, k, v)))
         if asked.empty or asked.ndim != 4:
@@ -81,6 +83,9 @@ class Ready:
 
     def _output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.forward(q, k, v)[0]
+
+    def _by_token(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.forward(q, k, v)[0].transpose(1, 2).contiguous()
 
     def _slow_backward(
         self,
@@ -245,6 +250,13 @@ def attend(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attend.apply(q, k, v, call, with_lse)
     return call.forward(q, k, v) if with_lse else call.output(q, k, v)
+
+
+def by_token(call: Ready, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Run a checked call as `attend` does; return the output as (batch, n_q, heads, head_dim_v)."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attend.apply(q, k, v, call, False).transpose(1, 2).contiguous()
+    return call.by_token(q, k, v)
 
 
 class _Attend(torch.autograd.Function):

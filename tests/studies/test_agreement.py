@@ -8,11 +8,10 @@ from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
+from commands import invoke, ok, refused
 from repository import ROOT, page, recorded, script
-from typer.testing import CliRunner
 
 from flashsim import Problem, TraceError
-from flashsim.cli.app import app
 from flashsim.studies.verify import METRICS, Case, Record, summary
 from flashsim.studies.verify.workload import run_case
 
@@ -173,15 +172,11 @@ def test_kernels_counted_what_was_predicted():
 def test_the_command_sums_up_and_says_what_is_no_table(tmp_path):
     file = tmp_path / "table.csv"
     file.write_text(ROWS)
-    shown = CliRunner().invoke(app, ["verify", "--summary", str(file)])
-    assert shown.exit_code == 0, shown.output
-    assert "DRAM reads" in shown.stdout
-    missed = CliRunner().invoke(app, ["verify", "--summary", str(file), "--json"])
+    assert "DRAM reads" in ok("verify", "--summary", file)
+    missed = invoke("verify", "--summary", file, "--json")
     assert [row["shape"] for row in json.loads(missed.stdout)] == ["b"] * 3
-    absent = CliRunner().invoke(app, ["verify", "--summary", str(tmp_path / "absent.csv")])
-    assert "cannot read" in absent.stderr
-    wrong = CliRunner().invoke(app, ["verify", "--from", str(file), "--tiling", "64x64"])
-    assert "no Nsight Compute table" in wrong.stderr
+    assert "cannot read" in refused("verify", "--summary", tmp_path / "absent.csv")
+    assert "no Nsight Compute table" in refused("verify", "--from", file, "--tiling", "64x64")
 
 
 # -- benchmarks/verify.py --------------------------------------------------------------------------
@@ -314,12 +309,12 @@ def fitting(benchmark):
 
 @pytest.fixture(scope="module")
 def errors(benchmark, times):
-    return benchmark.errors(times.measured())
+    return benchmark.errors(times.everything())
 
 
 def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, times):
     """The Python forward has one set of constants for all head widths, Hopper's one for each."""
-    everything = [one for one in times.measured() if one.name == "forward"]
+    everything = [one for one in times.everything() if one.name == "forward"]
 
     def widths(kernels, name):
         points = fitting.points(everything, kernels, name)
@@ -330,8 +325,9 @@ def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, ti
     assert min(widths("hopper", "forward, 128")) > 96
 
 
-def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
+def test_docs_print_the_errors_of_predicted_times(benchmark, times, errors):
     assert benchmark.errors_table(errors).markdown() in RESULTS
+    assert benchmark.errors_table(benchmark.errors(times.unchanged())).markdown() in RESULTS
     assert benchmark.library_table().markdown() in RESULTS
     assert benchmark.others_table().markdown() in RESULTS
     decoding = script("predict_decode")
@@ -348,34 +344,29 @@ def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
     """As docs/notebooks/predictions.md says: for each kernel family and pass the mean within 5 %,
-    and all passes except three within 12 %; the single-KV-tile backward within 7 and 13.8 %."""
+    and all passes within 12 %; the single-KV-tile backward within 7.5 and 17.8 %."""
     held = {key: [x for x, _ in known] for key, known in errors.items() if key[2] == "held out"}
     assert len(held) == 10
     once = held.pop(("hopper", "flash2-once", "held out"))
     assert len(once) == 15
-    assert sum(map(abs, once)) / 15 < 0.07
-    assert f"{max(map(abs, once)):.1%}".replace("%", " %") == "13.8 %"
+    assert f"{sum(map(abs, once)) / 15:.1%}" == "7.5%"
+    assert f"{max(map(abs, once)):.1%}" == "17.8%"
     means = [100 * sum(map(abs, x)) / len(x) for x in held.values()]
     said = f"on shapes not fitted, the mean error per kernel and pass is {min(means):.1f} to "
     said += f"{max(means):.1f} %; single-KV-tile backward: {100 * sum(map(abs, once)) / 15:.1f} %"
     assert said in " ".join(MODELS.split())
     assert sum(map(len, held.values())) == 405
     assert all(sum(map(abs, x)) / len(x) < 0.05 for x in held.values())
-    beyond = sorted(abs(x) for known in held.values() for x in known if abs(x) >= 0.12)
-    assert len(beyond) == 3
-    assert all(f"{x:.1%}".replace("%", " %") in " ".join(RESULTS.split()) for x in beyond)
+    assert max(abs(x) for known in held.values() for x in known) < 0.12
 
 
 def test_a_chip_and_a_type_that_nothing_was_fitted_to_are_predicted(benchmark):
-    """An H100 by its data sheet within 5 % in the mean, Hopper's backward, of which its times are
-    older than the constants, within 6.1; each forward of FP8 within 10 %."""
+    """An H100 by its data sheet within 5 % in the mean; each forward of FP8 within 10 %."""
     chip, fp8 = benchmark.chip_table(), benchmark.fp8_table()
     assert chip.markdown() in RESULTS
     assert fp8.markdown() in RESULTS
-    assert len(chip.rows) == 9
-    for row in chip.records():
-        older = row["kernels"] == "hopper" and row["pass"] != "forward"
-        assert float(row["by sheet, mean"]) < (6.1 if older else 5)
+    assert len(chip.rows) == 6
+    assert all(float(row["by sheet, mean"]) < 5 for row in chip.records())
     forward = [row for row in fp8.records() if row["kernel"] == "forward"]
     assert sum(row["shapes"] for row in forward) == 12
     assert all(abs(float(row["worst"])) < 10 for row in forward)
@@ -383,7 +374,7 @@ def test_a_chip_and_a_type_that_nothing_was_fitted_to_are_predicted(benchmark):
 
 def test_the_fit_sees_the_calibration_set_alone(times, fitting):
     """Times of other shapes may be anything."""
-    everything = times.measured()
+    everything = times.everything()
     spoilt = [
         x if x.where == "fitted" else x._replace(seconds=1.0, stages=dict.fromkeys(x.stages, 1.0))
         for x in everything
@@ -404,16 +395,16 @@ def test_the_fit_sees_the_calibration_set_alone(times, fitting):
 def test_a_form_of_which_times_come_is_fitted_to_them(benchmark, times, fitting):
     """Of one visit: as a run of benchmarks/times.py will have them."""
     made = fitting.Constants(tensor=1.0, scores=30.0, item=1e-6, launch=3e-6)
-    everything = []
-    for p in times.time_shapes.FUSED_ALONE & times.SETS["fitted"]:
-        if p.n_kv <= 128:
-            found = benchmark.predict(
-                p, direction="backward", algorithm="flash2-once", constants={"fused, once": made}
-            )
-            took, tile = found.seconds, found.traffic.tiling
-            everything.append(
-                times.Measured(p, "hopper", "flash2-once", tile, took, {"fused": took})
-            )
+    everything, fitted = [], times.time_shapes.FUSED_ALONE & times.SETS["fitted"]
+    shapes = [p for p in fitted if p.n_kv <= 128 and p.head_dim == 64]
+    # Two widths tell the products from the scores.
+    for p in (*shapes, *(replace(p, head_dim=32, head_dim_v=32) for p in shapes)):
+        found = benchmark.predict(
+            p, direction="backward", algorithm="flash2-once", constants={"fused, once": made}
+        )
+        took, tile = found.seconds, found.traffic.tiling
+        one = times.Measured(p, "hopper", "flash2-once", tile, took, {"fused": took})
+        everything.append(one._replace(seed="1"))  # random shapes are fitted
     those = fitting.points(everything, "hopper", "fused, once")
     assert len(those) == 14
     found = fitting.fit(those, fitting.FREE["hopper", "fused, once"])
@@ -425,7 +416,7 @@ def test_a_form_of_which_times_come_is_fitted_to_them(benchmark, times, fitting)
 
 def test_constants_that_made_the_times_are_found_again(times, fitting):
     """A fit to times that the model itself gave."""
-    several = [x for x in times.measured() if x.problem.head_dim == 64]
+    several = [x for x in times.everything() if x.problem.head_dim == 64]
     those = fitting.points(several, "hopper", "dkdv")
     made = fitting.Constants(tensor=1.2, masked=3.0, item=2e-6, launch=2e-6)
     made_up = [
@@ -436,7 +427,7 @@ def test_constants_that_made_the_times_are_found_again(times, fitting):
         again = fitting.stage_seconds(p, found)
         assert again == pytest.approx(p.seconds, rel=1e-3)
     line = fitting.as_line("hopper", "dkdv, wide", made)
-    assert line == 'hopper,"dkdv, wide",1.200,,3.000,,,,,,,2.00e-6,2.00e-6,,'
+    assert line == 'hopper,"dkdv, wide",1.200,,3.000,,,,,,,,2.00e-6,2.00e-6,,'
 
 
 def test_constants_for_a_seed_ignore_its_times(benchmark, times, fitting):

@@ -57,10 +57,13 @@ def test_units_of_a_visit_by_hand():
 
 
 def test_a_head_dim_costs_what_the_kernel_makes_of_it():
-    """Whole sixteens of columns, and of fused dQ, transposed, the tile's 128; rows as they are."""
+    """Whole sixteens of columns, and of fused dQ, transposed, the tile's 128; rows as they are.
+    S and dP of a KV-outer kernel have 16 columns more, which add the log-sum-exp and delta."""
     narrow = replace(PROBLEM, head_dim=80, head_dim_v=80)
-    fused = (4 * 80 + 128) / (5 * 128)  # of S, dP, dK, dV and dQ
-    for stage, share in (("forward", 80), ("dkdv", 80), ("dq", 80), ("fused", 128 * fused)):
+    dkdv = (4 * 80 + 32) / (4 * 128 + 32)  # of S, dP, dK and dV
+    fused = (4 * 80 + 128 + 32) / (5 * 128 + 32)  # and of dQ
+    shares = {"forward": 80, "dkdv": 128 * dkdv, "dq": 80, "fused": 128 * fused}
+    for stage, share in shares.items():
         algorithm = "flash2-fused" if stage == "fused" else "flash2"
         tiling = Tiling(128, 176) if stage == "forward" else Tiling(64, 128)
         thin, full = (work(p, "hopper", algorithm, stage, tiling).visit for p in (narrow, PROBLEM))
@@ -515,7 +518,7 @@ MASKS = {
 
 
 def test_times_with_a_mask_function_against_an_h100():
-    """As docs/reference/predictions.md says: 0.84 to 1.03 of the measured times."""
+    """As docs/reference/predictions.md says: 0.81 to 1.03 of the measured times."""
     ratios = []
     for row in recorded("gpu-flex-h100.csv"):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
@@ -532,7 +535,7 @@ def test_times_with_a_mask_function_against_an_h100():
         found = predict(p, direction=row["direction"], device="H100", **how)
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16
-    assert min(ratios) == pytest.approx(0.84, abs=0.005)
+    assert min(ratios) == pytest.approx(0.81, abs=0.005)
     assert max(ratios) == pytest.approx(1.03, abs=0.005)
 
 

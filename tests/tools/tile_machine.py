@@ -32,7 +32,7 @@ SMALLEST = np.finfo(np.float32).tiny
 def flushed(x):
     """Return float32 without denormals."""
     x = np.asarray(x, np.float32)
-    return np.where(np.abs(x) < SMALLEST, np.copysign(np.float32(0), x), x)
+    return x * (np.abs(x) >= SMALLEST)  # keeps the sign of a zero, infinity and NaN
 
 
 def numbers(words):
@@ -116,13 +116,13 @@ class TileMachine:
         c, a, b = (self.read(tile) for tile in instruction)
         if len({*instruction}) < 3 or a.shape != (len(c), len(b)) or b.shape[1] != c.shape[1]:
             raise Refused(f"tiles of C {c.shape}, A {a.shape} and B {b.shape}")
-        (a_low, a_high), (b_low, b_high) = numbers(a), numbers(b)
-        even = odd = np.zeros(c.shape, np.float32)
-        for k in range(len(b)):
-            even = fma(even, a_low[:, k : k + 1], b_low[k])
-            odd = fma(odd, a_high[:, k : k + 1], b_high[k])
+        pairs_a, pairs_b = np.stack(numbers(a)), np.stack(numbers(b))
+        products = pairs_a[:, :, :, None].astype(np.float64) * pairs_b[:, None]
+        sums = np.zeros((2, *c.shape), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            total = flushed(c.view(np.float32)) + flushed(even + odd)
+            for k in range(len(b)):  # float64 holds a product exactly, with digits to spare
+                sums = flushed((sums + products[:, :, k]).astype(np.float32))
+            total = flushed(c.view(np.float32)) + flushed(sums[0] + sums[1])
         self.tiles[instruction.c] = flushed(total).view(np.uint32)
 
     def read(self, tile: int) -> np.ndarray:

@@ -215,6 +215,18 @@ def score_gradients(bf16: bool, n: int) -> Any:
     return score_gradients_
 
 
+def score_products(bf16: bool, n: int) -> Any:
+    """Return ``score_products(p, dp) -> ds``, which computes P dP in float32 from a rounded P."""
+    kind = floats(n // 2)
+
+    @emitted(kind, words(n // 4), kind)
+    def score_products_(b: ir.IRBuilder, p: Values, dp: Values) -> Values:
+        p = [x for pair in p for x in ptx.unpack(b, bf16, pair)]
+        return [b.fmul(x, y) for x, y in zip(p, dp, strict=True)]
+
+    return score_products_
+
+
 def _sixteens(row: int) -> int:
     return ptx_hopper.down_rows(row // 16)
 
