@@ -1,7 +1,9 @@
 // The two row-wise passes around a backward. `flash_delta` runs before it: delta = rowsum(dO * O),
 // with FS_DLSE minus the LSE's gradient; it also clears the float32 accumulator of dQ, if there is
-// one. `flash_convert` runs after it. Block (i, head) owns row tile i. No shared memory; every
-// access to whole rows is 16 bytes wide.
+// one. `flash_convert` runs after it. A block owns a row tile of a head. Both start with the last
+// head: L2 then has the first heads when the backward begins with them, and still has dQ of the
+// last heads when the backward is done. No shared memory; every access to whole rows is 16 bytes
+// wide.
 #include "common.cuh"
 
 constexpr int THREADS = 32 * FS_WARPS, WIDE = 16 / FS_BYTES;  // elements of 16 bytes
@@ -54,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 flash_delta(const __grid_constant__ Args a) {
     wait_for_what_ran_before();
     let_what_runs_next_start();  // all other inputs of the next kernel are complete too
-    const int i = blockIdx.x, walk = blockIdx.y, lane = threadIdx.x % LANES;
+    const int i = blockIdx.x, walk = gridDim.y - 1 - blockIdx.y, lane = threadIdx.x % LANES;
     const Range rows = row_tile(a, i);
     const Rows out(a, a.o, walk), dout(a, a.dout, walk);
     u32* slots = a.tile_counts + (i64(walk) * a.tiles + i) * 8;
@@ -116,7 +118,7 @@ flash_delta(const __grid_constant__ Args a) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_convert(const __grid_constant__ Args a) {
     wait_for_what_ran_before();
-    const int i = blockIdx.x, walk = blockIdx.y;
+    const int i = blockIdx.x, walk = gridDim.y - 1 - blockIdx.y;
     const Range rows = row_tile(a, i);
     const Rows dq(a, a.dq, walk);
     u32* slots = a.tile_counts + (i64(walk) * a.tiles + i) * 8;
