@@ -70,8 +70,8 @@ def predict(
     """Predict the time of flashsim's GPU kernels (backend cupy): units, overlap, waves and tails.
 
     This command needs no GPU. With --tiling fit, the kernels themselves choose their tile sizes.
-    The time model is calibrated on one H200; docs/reference/predictions.md compares it with
-    measurements.
+    The time model is calibrated on one H100 (Hopper's kernels) and one H200 (the others);
+    docs/reference/predictions.md compares it with measurements.
     """
     from flashsim.studies import predict as model
 

@@ -102,7 +102,7 @@ class L2Model:
     blocks_per_sm: int | None = None
     partitions: int | None = None
     jitter: float = 0.25e-6
-    masked: float = 3.0
+    masked: float = 2.0
     wait: float = 0.1e-6
     turn: float = 1.2e-6
     ways: int | None = 16

@@ -1,10 +1,10 @@
 """The constants of the time model, fitted by `benchmarks/predict.py --fit`.
 
-The constants were fitted to times on one H200, of the shapes `CALIBRATION` in
-`benchmarks/time_shapes.py`. The constants of the Hopper kernels were also fitted to random shapes
-on one H100. All constants are tested on shapes that the fit does not use
-(docs/reference/predictions.md). The rates of a chip's units were measured with other kernels
-(docs/data/units-h200.csv).
+The constants of the Hopper kernels were fitted to times on one H100, of the shapes `CALIBRATION` in
+`benchmarks/time_shapes.py` and of random shapes, and to times on one H200 of kernels that have not
+changed since. The constants of the other kernels were fitted to times on one H200. All constants
+are tested on shapes that the fit does not use (docs/reference/predictions.md). The rates of a
+chip's units were measured with other kernels (docs/data/units-h200.csv).
 """
 
 from __future__ import annotations

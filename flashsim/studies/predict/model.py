@@ -98,7 +98,8 @@ def predict(
     tiling : Tiling, optional
         Default: the family's own choice.
     device : str or Device
-        The constants were fitted on an H200, and were not tested on other devices.
+        The constants were fitted on an H100 (Hopper's kernels) and an H200, and were not tested on
+        other devices.
     constants : mapping of Constants, optional
         Constants by stage; default: the calibrated constants.
     heads_in_group : mapping of int, optional

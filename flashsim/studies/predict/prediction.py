@@ -81,7 +81,8 @@ class Prediction(report.Tabled):
         """Return a table with one row per stage: total time, time of each unit, waves and tail."""
         t = self.traffic
         units = (*UNITS, "HBM")
-        named, source = f"{self.kernels} kernels, tiles {t.tiling}", "calibrated on one H200"
+        named = f"{self.kernels} kernels, tiles {t.tiling}"
+        source = f"calibrated on one {'H100' if self.kernels == 'hopper' else 'H200'}"
         if t.algorithm == "standard":
             named, source = "a library's kernels", "as fast as a large product and a copy"
         energy, held = "" if self.joules is None else f", {self.joules:.3g} J", self.sustained
@@ -106,5 +107,5 @@ class Prediction(report.Tabled):
 
 
 def untested(device: Device) -> str:
-    """Return a warning for tables if the model was not calibrated on the device, otherwise ""."""
-    return "" if device.name == "H200" else f", untested on {device.name}"
+    """Return a warning for tables if the model was not compared with the device, otherwise ""."""
+    return "" if device.name in ("H100", "H200") else f", untested on {device.name}"
