@@ -383,8 +383,8 @@ AHEAD_FAULTS = {
         "row = it.own.start + (FAULT ? 64 - 64 * g : 64 * g);",
     ),
     "a table's element of another distance": (
-        "query - key - (BLOCK_K - 1) + n)",
-        "query - key - (BLOCK_K - 1) + n + FAULT)",
+        "query - key - (BLOCK_K - 1) + n;",
+        "query - key - (BLOCK_K - 1) + n + FAULT;",
     ),
 }
 AHEAD = emulator.Faulty(900, AHEAD_FAULTS, "hopper/forward.cu")
