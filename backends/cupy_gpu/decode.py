@@ -185,9 +185,9 @@ class _Ready:
             _HEAD.pack_into(buffer, 0, *head)
             sizes = row, pages, capacity
             if sizes != self._sizes:
-                self._sizes = sizes
                 _TABLE.pack_into(buffer, _TABLE_AT, row, pages)
                 _CAPACITY.pack_into(buffer, _CAPACITY_AT, capacity)
+                self._sizes = sizes
             if given is not NOTHING:
                 at = decode_kernels.RECORD.itemsize
                 buffer[at : at + len(given.plain)] = given.plain

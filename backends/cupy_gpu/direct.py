@@ -189,7 +189,7 @@ class Direct:
         )
 
 
-def _makers(space: arrays.TorchSpace, plan: Plan) -> tuple[Callable[[], Any] | None, ...]:
+def _makers(space: arrays.TorchSpace, plan: Plan) -> tuple[Any, ...]:
     """Return functions that allocate the five arrays of `Plan.new_arrays`, or None for no array."""
     sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
     return (
