@@ -250,7 +250,7 @@ class _Fragment:
         self.bf16, self.softcap = bool(constants["FS_BF16"]), bool(constants["FS_SOFTCAP"])
         self.mask, self.score = (None, None) if of is None else of.graphs
         #: Whether a function reads captured arrays by query or key, so only at existing ones.
-        self.reads = of is not None and of.reads
+        self.reads = of is not None and (of.mask_reads or of.score_reads)
         self.in_mask, self.in_score = ((), ()) if of is None else of.inside
         arrays: tuple[ArraySpec, ...] = () if self.score is None else self.score.arrays
         self.of_score = len(arrays)
