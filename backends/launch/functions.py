@@ -92,7 +92,7 @@ class Generated:
     a term to the score. With `by_distance`, this term depends on positions only through their
     distance. `graphs` are the traced mask and score function, which kernels in Python use. For each
     of the two, `inside` has pairs (index node, size of an axis) in which the index is certainly in
-    range.
+    range. The addresses of gradients follow those of all `arrays`.
     """
 
     text: str
@@ -112,6 +112,7 @@ class Generated:
     graphs: tuple[Graph | None, Graph | None] = (None, None)
     wanted: tuple[str, ...] = ()
     inside: tuple[tuple[tuple[int, int], ...], ...] = ((), ())
+    arrays: int = 0
 
     @property
     def constants(self) -> dict[str, int]:
@@ -416,6 +417,7 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             (graph, score),
             tuple(source.gradients),
             (_inside(graph, extents), _inside(score, extents)),
+            len(source.arrays),
         )
         for source in _sources(mask, score, wanted, extents)
     )

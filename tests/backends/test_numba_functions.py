@@ -50,6 +50,10 @@ def mask(b, h, q, k):
     return (q + 3 >= k) & (documents[b, q] == documents[b, k])
 
 
+def scattered(b, h, q, k):
+    return ((q + k) % 3 != 0) & (documents[b, q] == documents[b, k])
+
+
 def problem(**more):
     given = {"batch": 2, "heads": 4, "dtype": "bfloat16", "score_mod": score, "mask_mod": mask}
     given |= {"head_dim": 32, "score_grads": ("slopes", "table")}
@@ -57,7 +61,7 @@ def problem(**more):
 
 
 #: 64-bit numbers of a kernel's arguments here, of which the addresses of arrays are the last.
-WORDS = launch.ARGS.itemsize // 8 + 8
+WORDS = launch.ARGS.itemsize // 8 + 16
 
 
 @pytest.fixture
@@ -138,23 +142,25 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("by_row", [True, False])
-def test_fragments_hold_what_the_functions_return(by_row, blocks, machine):
+@pytest.mark.parametrize(("by_row", "mask_mod"), [(True, mask), (False, mask), (False, scattered)])
+def test_fragments_hold_what_the_functions_return(by_row, mask_mod, blocks, machine):
     """Every element of a fragment, at positions that exist or past the last one."""
-    p, b, h, cap = problem(softcap=2.0, window=(9, 2)), 1, 2, 2.0
+    p, b, h, cap = problem(softcap=2.0, window=(9, 2), mask_mod=mask_mod), 1, 2, 2.0
+    assert functions_of(p).plain.ranges == (mask_mod is mask)
     of, (first_q, first_k), reach = functions_of(p).summing, (31, 40), 4
     sums = [np.zeros(x.shape, np.float32) for x in (slopes, table)]
     constants = {"SOFTCAP": 1, "VARLEN": 0, "BF16": 1, "LEFT": 1, "RIGHT": 1}
     kernel = SimpleNamespace(
         functions=of,
         constants=tuple((f"FS_{name}", x) for name, x in constants.items()),
-        args=np.dtype([*launch.ARGS.descr, ("more", "V64")]),
+        args=np.dtype([*launch.ARGS.descr, ("more", "V128")]),
     )
     made = functions.fragment_functions(kernel, blocks, 16, by_row=by_row)
     args = np.zeros(1, kernel.args)
     args["softcap"], args["left"], args["right"] = cap, p.left, p.right
-    arrays = slopes, table, documents, *sums
-    args.view(np.uint64)[-8:][: len(arrays)] = [x.ctypes.data for x in arrays]
+    words = args.view(np.uint64)[-16:]
+    words[:3] = [x.ctypes.data for x in (slopes, table, documents)]
+    words[of.arrays : of.arrays + 2] = [x.ctypes.data for x in sums]  # behind a mask's ranges
     place = b, h, first_q, first_k, p.n_q - 1, p.n_kv - 1
 
     shape = 16 * blocks, 16
@@ -242,7 +248,7 @@ def test_every_operation(function, machine, monkeypatch):
 
     monkeypatch.setattr(functions, "_library", of_the_cpu)
     monkeypatch.setattr(functions, "asm", lambda b, text, how, x, kind: plain(b, "tanhf", *x))
-    args = np.zeros(1, np.dtype([*launch.ARGS.descr, ("more", "V64")]))
+    args = np.zeros(1, np.dtype([*launch.ARGS.descr, ("more", "V128")]))
     kernel = SimpleNamespace(
         functions=functions_of(p).plain,
         constants=tuple((f"FS_{x}", 0) for x in ("SOFTCAP", "VARLEN", "BF16", "LEFT", "RIGHT")),
@@ -273,7 +279,7 @@ def test_rows_with_a_sink(machine, monkeypatch):
     flat.__wrapped__ = flat
     m = np.array([0.5, -np.inf, -90.0, 80.0], np.float32)
     l = np.array([3.0, 0.0, 2.0, 1.5], np.float32)
-    args = np.zeros(1, np.dtype([*launch.ARGS.descr, ("more", "V64")]))
+    args = np.zeros(1, np.dtype([*launch.ARGS.descr, ("more", "V128")]))
     for sink in (-1.0, 4.0, 90.0, -np.inf):
         with np.errstate(divide="ignore", invalid="ignore"):
             lse = np.logaddexp(m + np.log(l.astype(np.float64)), sink)

@@ -250,14 +250,14 @@ class _Fragment:
         self.bf16, self.softcap = bool(constants["FS_BF16"]), bool(constants["FS_SOFTCAP"])
         self.mask, self.score = (None, None) if of is None else of.graphs
         #: Whether a function reads captured arrays by query or key, so only at existing ones.
-        self.reads = of is not None and of.reads
+        self.reads = of is not None and (of.mask_reads or of.score_reads)
         self.in_mask, self.in_score = ((), ()) if of is None else of.inside
         arrays: tuple[ArraySpec, ...] = () if self.score is None else self.score.arrays
         self.of_score = len(arrays)
-        self.arrays = self.of_score + (0 if self.mask is None else len(self.mask.arrays))
         #: The captured arrays with gradients, by name: the numbers of the gradients' addresses.
         found = [x.name for x in arrays if of is not None and x.name in of.wanted]
-        self.sums = {name: self.arrays + x for x, name in enumerate(found)}
+        first = 0 if of is None else of.arrays
+        self.sums = {name: first + x for x, name in enumerate(found)}
         #: The position of each element, relative to the lane's first one.
         self.where: list[dict[str, int]] = []
         for e, i, c, x in elements(blocks, n):
