@@ -49,6 +49,9 @@ def pytest_configure(config):
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    here = hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
+    if here and os.environ.get("FLASHSIM_UNOPTIMISED"):
+        _leave_the_engine_unoptimised()
     if config.getoption("--covered"):
         from covered import Covered
 
@@ -65,6 +68,30 @@ def pytest_configure(config):
             "fault", phases=[hypothesis.Phase.generate], derandomize=True
         )
         hypothesis.settings.load_profile("fault")
+
+
+def _leave_the_engine_unoptimised():
+    """Compile the CPU engine's kernels without LLVM's optimisation, which takes half of the time.
+
+    Kernels that are on disk stay as they are. Others, such as the L2 model's loops, run too long
+    without it. Processes that tests start optimise as always.
+    """
+    from numba.core import config, dispatcher, registry
+
+    compiled, whole, none = dispatcher.Dispatcher.compile, config.OPT, type(config.OPT)(0)
+
+    def compile_(self, signature):
+        module = self.py_func.__module__
+        ours = module.startswith("flashsim.") and not module.startswith("flashsim.engines.")
+        config.OPT, before = whole if ours else none, config.OPT
+        try:
+            return compiled(self, signature)
+        finally:
+            config.OPT = before
+
+    config.OPT = none
+    registry.cpu_target.target_context.codegen()  # made now, it makes machine code as fast
+    dispatcher.Dispatcher.compile = compile_
 
 
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
