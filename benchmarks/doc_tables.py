@@ -2,8 +2,8 @@
 
 All tables are in docs/notebooks, and their data in docs/data:
 
-- predictions.md: errors of predicted times and joules, counters of decoding (times-h200.csv,
-  power-h200.csv, decode-counters-h200.csv and others)
+- predictions.md: errors of predicted times and joules, counters of decoding (times-h100.csv,
+  times-h200.csv, random-times-judged-h100.csv, power-h200.csv, decode-counters-h200.csv and others)
 - counters.md: an H200's counters (verify-h200.csv, verify-widths-h200.csv) and results of soak
 tests (soak-h200.csv, soak-counts-h200.csv)
 - many_gpus.md: predicted speed on many GPUs, and measured speed on two and four (ring_table.py,
@@ -26,6 +26,7 @@ import power
 import predict
 import predict_decode
 import predict_times
+import random_times
 import ring_table
 import speed_tables
 from speed_tables import kept
@@ -40,6 +41,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAPER = "## On paper, up to 1,024 GPUs"
 COUNTERS = "## Decoding under the counters"
 REAL = "## On real GPUs"
+H200 = "## Hopper's kernels on an H200"
+JUDGED = "## Judging run on an H100"
 COURSE = "## A course's homework: softmax(X) V, then attention"
 
 
@@ -62,7 +65,7 @@ def rewrite(text: str, section: str, table: str) -> str:
 
 
 def main() -> None:
-    found = predict.errors(predict_times.measured())
+    found = predict.errors(predict_times.everything())
     requested, dram, conflicts, _ = _summary("verify-h200.csv")
     widths, *_ = _summary("verify-widths-h200.csv")
     worst, inside = soaked()
@@ -79,6 +82,8 @@ def main() -> None:
         "notebooks/predictions.md": [
             (COUNTERS, decode_counters()),
             ("## Times", predict.errors_table(found)),
+            (H200, predict.errors_table(predict.errors(predict_times.unchanged()))),
+            (JUDGED, judged()),
             ("## Standard attention", predict.library_table()),
             ("## Other people's kernels", predict.others_table()),
             ("## FP8", predict.fp8_table()),
@@ -109,6 +114,12 @@ def main() -> None:
     picture = DOCS / "data" / "predicted-times.png"
     viz.predicted_against_measured(predict.pairs(found), unit="ms").figure.savefig(picture)
     print(picture)
+
+
+def judged() -> Table:
+    """Return the table of errors on random shapes that were drawn after the fit."""
+    kept = DOCS / "data" / "random-times-judged-h100.csv"
+    return next(random_times.tables(random_times.compared(kept), 0))
 
 
 def on_paper(direction: str) -> Table:

@@ -12,7 +12,10 @@ CPU the time includes the computation.
 backward pass, causal, bfloat16; also in a CUDA graph.
 - `jax`: the same for `flashsim.jax.attention`, eager and under `jax.jit`.
 - `decode`: µs of one query over a long cache, from call to result, beside SDPA.
-- `generate`: seconds of `model.generate` of a Llama with 12 random layers, beside "sdpa".
+- `generate`: seconds of `model.generate` of a Llama with 12 random layers, beside "sdpa", for the
+same prompt in each round.
+- `generate-new`: the same for a prompt of another length in each round, so that no number of keys
+occurs twice. cuDNN, which SDPA may run, prepares a plan for each number of keys.
 - `train`: milliseconds of a training step of that Llama, beside "sdpa".
 
 "nothing" is a lower bound: the same path through torch, JAX or transformers with an attention that
@@ -307,8 +310,9 @@ def llama(device: str, layers: int = 12) -> Any:
 PROMPTS = {"cuda": ((4, 4096, 64), (1, 32768, 64), (8, 1024, 64)), "cpu": ((1, 64, 16),)}
 
 
-def generating(device: str, prompts: Any, rounds: int, compiled: bool) -> list[tuple[str, ...]]:
+def generating(device: str, prompts: Any, rounds: int, part: str) -> list[tuple[str, ...]]:
     """Return rows with the seconds of `generate` per prompt and attention; new tokens only."""
+    compiled, kind = part == "generate-compiled", KINDS[part]
     model, wait, rows = llama(device), waiter(device), []
     for batch, n, new in prompts:
         words = torch.randint(1, 1000, (batch, n), device=device)  # 0 is padding
@@ -325,17 +329,18 @@ def generating(device: str, prompts: Any, rounds: int, compiled: bool) -> list[t
             if compiled and number % (rounds + 1) == 0:
                 torch._dynamo.reset()
             model.set_attn_implementation(name)
-            times = []
+            times, prompt = [], words
+            if part == "generate-new":  # the lengths n + 1 .. n + new of a round are only its own
+                prompt = words[:, : n - number // len(took) * (new + 1)]
             for tokens in (1, new + 1):
                 wait()
                 start = time.perf_counter()
-                model.generate(words, min_new_tokens=tokens, max_new_tokens=tokens, **options)
+                model.generate(prompt, min_new_tokens=tokens, max_new_tokens=tokens, **options)
                 wait()
                 times.append(time.perf_counter() - start)
             took[name].append(times[1] - times[0])
-        kind = "static cache, compiled" if compiled else "dynamic cache"
         case = f"{batch} x {n} tokens, {new} new, {kind}"
-        rows += rows_of("generate", case, {x: median(y[1:]) for x, y in took.items()}, "s", SDPA)
+        rows += rows_of(part, case, {x: median(y[1:]) for x, y in took.items()}, "s", SDPA)
     return rows
 
 
@@ -409,10 +414,15 @@ def measure(part: str, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     if part == "train":
         return training(device, max(3, rounds // 10))
     prompts = PROMPTS[device][: options.prompts]
-    return generating(device, prompts, options.repeat, part == "generate-compiled")
+    return generating(device, prompts, options.repeat, part)
 
 
-PARTS = ("host", "alone", "result", "jax", "decode", "train", "generate", "generate-compiled")
+KINDS = {
+    "generate": "dynamic cache",
+    "generate-new": "dynamic cache, new lengths",
+    "generate-compiled": "static cache, compiled",
+}
+PARTS = ("host", "alone", "result", "jax", "decode", "train", *KINDS)
 
 
 def main() -> None:

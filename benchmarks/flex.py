@@ -5,11 +5,12 @@
 
 Prints a table and writes a CSV. Each row is a mask and a score function. `functions` is
 `flashsim.run(mask_mod=, score_mod=)`. `named` is the same kernels with a built-in mask (if the mask
-has no name, the nearer of causal and none). `flex` is FlexAttention under torch.compile. Inputs are
-bfloat16, 16,384 tokens, heads = 2048 / d. Implementations are interleaved in a new order in each
-repetition, after a spinning kernel, so that only the GPU's time is measured. TFLOP/s count only
-scores that the mask keeps: 4 B H d per score forward, 2.5 times that backward. `--tilings` times
-`functions` with each tiling of the forward kernels.
+has no name, the nearer of causal and none). `flex` is FlexAttention under torch.compile. `python
+hopper` and `python tensor` are the kernels of ``backend="numba_cuda"``. Inputs are bfloat16, 16,384
+tokens, heads = 2048 / d. Implementations are interleaved in a new order in each repetition, after a
+spinning kernel, so that only the GPU's time is measured. TFLOP/s count only scores that the mask
+keeps: 4 B H d per score forward, 2.5 times that backward. `--tilings` times `functions` with each
+tiling of the forward kernels.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ ROWS = {
     "none, ALiBi": Row(None, alibi),
     "none, bias": Row(None, bias),
 }
+#: Kernels in Python, by the name of their implementation.
+PYTHON = {"python hopper": "hopper", "python tensor": "tensor"}
 #: Functions that need no arrays.
 PLAIN = (causal, window, prefix, softcap)
 
@@ -243,6 +246,10 @@ def contenders(row: Row, x: Inputs, names: list[str], tilings: bool) -> dict[str
             for tiling in ((128, 128), (192, 128), (128, 176), (128, 208)):
                 which = functions | {"tiling": flashsim.Tiling(*tiling)}
                 made[f"functions {tiling[0]} x {tiling[1]}"] = lambda o=which: ours(x, o)
+    for name, kernel in PYTHON.items():
+        if name in names:
+            which = functions | {"backend": "numba_cuda", "kernel": kernel}
+            made[name] = lambda o=which: ours(x, o)
     if "flex" in names:
         made["flex"] = lambda: flex(x)
     return made

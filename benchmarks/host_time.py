@@ -5,8 +5,9 @@
 The CUDA driver and CuPy's runtime are replaced by functions that do nothing, and tensors lie in the
 CPU's memory. So the figures are the host time of a call without the driver's own part. Each row is
 the median of repeated rows of calls, as in `benchmarks/doors.py`. `nothing` rows are lower bounds:
-the same path through torch or JAX, with an operator or a gradient that does nothing. `--count` also
-prints how many Python and C functions a call enters.
+the same path through torch or JAX, with an operator or a gradient that does nothing. In the rows
+"new addresses" and "new length", q's memory or the number of keys differs from all recent calls.
+`--count` also prints how many Python and C functions a call enters.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ctypes
 import sys
 from contextlib import nullcontext
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +77,9 @@ def without_a_gpu() -> None:
     arrays.Space.active = lambda self: nullcontext()  # type: ignore[assignment,method-assign]
     arrays.TorchSpace.active = lambda self: nullcontext()  # type: ignore[method-assign]
     made = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    empty = torch._C._dynamo.guards._empty_strided_cpu  # `maker` uses the same for CUDA
     arrays.TorchSpace.maker = lambda self, shape, dtype="float32": partial(  # type: ignore[method-assign]
-        torch.empty, shape, dtype=made[dtype]
+        empty, shape, torch.empty(shape, device="meta").stride(), made[dtype]
     )
     space = arrays.TorchSpace.__new__(arrays.TorchSpace)
     space.torch, space.device = torch, 0
@@ -96,12 +99,20 @@ def torch_works() -> dict[str, Work]:
     def backward(out: torch.Tensor) -> Work:
         return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
+    others = cycle([torch.randn_like(q) for _ in range(300)])  # more than the launches kept
+
+    def at_a_new_length() -> None:
+        direct._EXACT.clear()
+        ours(one, *cache, backend="cupy")
+
     compiled = torch.compile(lambda q, k, v: ours(q, k, v, backend="cupy"), fullgraph=True)
     bare = torch.compile(lambda q, k, v: nothing(q, k, v), fullgraph=True)
     return {
         "run": lambda: flashsim.run(q, k, v, backend="cupy"),
         "eager": lambda: ours(q, k, v, backend="cupy"),
+        "eager, new addresses": lambda: ours(next(others), k, v, backend="cupy"),
         "eager, decode": lambda: ours(one, *cache, backend="cupy"),
+        "eager, decode, new length": at_a_new_length,
         "gradient": lambda: ours(*inputs, backend="cupy"),
         "backward": backward(ours(*inputs, backend="cupy")),
         "backward, any order": backward(ours(*inputs, backend="cupy", deterministic=False)),

@@ -8,9 +8,10 @@
     python benchmarks/predict.py --plot FILE.png
     python benchmarks/predict.py --decode [--fit]   # the same of the decode kernel
 
-The measurements are in docs/data/times-h200.csv (benchmarks/times.py). The fit uses only the stages
-of the shapes in `time_shapes.CALIBRATION`, and for Hopper's kernels the random shapes of
-`predict_times.DRAWN`. Errors are those of whole passes.
+The measurements of Hopper's kernels are those of an H100 (`predict_times.HOPPERS`); those of the
+other kernels, of an H200 (docs/data/times-h200.csv, benchmarks/times.py). The fit uses only the
+stages of the shapes in `time_shapes.CALIBRATION`, and for Hopper's kernels random shapes. Errors
+are those of whole passes.
 """
 
 import argparse
@@ -23,8 +24,9 @@ from pathlib import Path
 import numpy as np
 import predict_decode
 import predict_fit
+import predict_times
 from gpu_lab import read_table
-from predict_times import DATA, DRAWN, H200, PASSES, SETS, drawn, measured, problem_of
+from predict_times import DATA, H200, PASSES, SETS, everything, measured, problem_of
 
 from flashsim import Device, Problem
 from flashsim.report import Table
@@ -50,7 +52,7 @@ def errors(everything):
     """Return predicted / measured - 1: {(kernels, pass, set): [(error, measured pass)]}."""
     found = {}
     for one in everything:
-        wrong = predicted(one) / one.seconds - 1
+        wrong = predicted(one, device=one.device) / one.seconds - 1
         found.setdefault((one.kernels, one.name, one.where), []).append((wrong, one))
     return found
 
@@ -58,7 +60,7 @@ def errors(everything):
 def errors_table(found):
     """Return a table with one row per pass: mean absolute and worst errors, fitted and held out."""
     table = Table(
-        "Predicted time of a pass on an H200: predicted / measured - 1, %",
+        "Predicted time of a pass (Hopper's: H100, others: H200), predicted / measured - 1, %",
         ("kernels", "pass", *(f"{s}, {x}" for s in SETS for x in ("passes", "mean", "worst"))),
         note="mean: of absolute values",
     )
@@ -131,6 +133,8 @@ def chip_table(name="H100"):
     )
     found = {}
     for one in measured(DATA / f"times-{name.lower()}.csv"):
+        if one.kernels == "hopper":  # fitted to this file
+            continue
         wrong = [100 * (predicted(one, device=c) / one.seconds - 1) for c in chips.values()]
         found.setdefault((one.kernels, one.name), []).append(wrong)
     for key, wrong in sorted(found.items(), key=lambda x: [*CALIBRATED].index(x[0][0])):
@@ -270,25 +274,24 @@ def main():
             print(predict_decode.fit_decode(cases))
         print(predict_decode.decode_table(cases).text(width=120))
         return
-    everything = measured()
+    compared = everything()
     if chosen.leave_one_out:
-        everything += [one for path in DRAWN for one in drawn(path)]
-        for table in left_out_table(everything, chosen.jobs, chosen.worst):
+        for table in left_out_table(predict_times.fitted(), chosen.jobs, chosen.worst):
             print(table.text(width=120))
         return
     if chosen.fit:
-        everything += [one for path in DRAWN for one in drawn(path)]
-        print("STREAMED", predict_fit.fit_streams(everything))
+        used = predict_times.fitted()
+        print("STREAMED", predict_fit.fit_streams(used))
         for kernels in chosen.kernels.split(","):
             for (family, name), free in predict_fit.FREE.items():
                 if family == kernels:
                     best = CALIBRATED[kernels][name]
-                    those = predict_fit.points(everything, kernels, name)
+                    those = predict_fit.points(used, kernels, name)
                     if those:  # without measured times, the shipped constants stay
                         best = predict_fit.fit(those, free, ships=best)
                     print(predict_fit.as_line(kernels, name, best), flush=True)
         return
-    found = errors(everything)
+    found = errors(compared)
     print(errors_table(found).text(width=120))
     print(chip_table().text(width=120))
     print(fp8_table().text(width=120))

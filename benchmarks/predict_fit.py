@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from predict_times import H200, PASSES
+from predict_times import PASSES
 
 from flashsim.studies.predict import Constants, model
 from flashsim.studies.predict.units import once_bytes
@@ -26,17 +26,23 @@ FREE = {
         for width in ("", ", 96", ", 128", ", wide", ", widest")
     },
     **{
-        ("hopper", f"{s}{width}"): ("tensor", "scores", "visit", *COMMON)
-        for s in ("dkdv", "dq")
+        ("hopper", f"{s}{width}"): ("tensor", "scores", *loads, "visit", *COMMON)
+        for s, loads in (("dkdv", ("loads",)), ("dq", ()))
         for width in ("", ", 128")
     },
     # Loops of up to 1,024 rows, too short for a clock throttle; longer loops; single visits.
     **{
-        ("hopper", f"fused{how}{width}"): ("tensor", "scores", "reduced", "visit", *lasting)
+        ("hopper", f"fused{how}{width}"): (
+            *("tensor", "scores", "loads", "reduced", "visit"),
+            *lasting,
+        )
         for how, lasting in (("", SHORT), (", deferred", COMMON))
         for width in ("", ", 128")
     },
-    ("hopper", "fused, once"): ("tensor", "scores", "item", "launch"),
+    **{
+        ("hopper", f"fused, once{width}"): ("tensor", "scores", "item", "launch")
+        for width in ("", ", 128")
+    },
     **{("hopper", f"{s}, wide"): ("tensor", "visit", *COMMON) for s in ("dkdv", "dq")},
     ("hopper", "fused, roles"): ("tensor", "reduced", "visit", *COMMON),
     # There are four times and two, so these have as few constants as possible.
@@ -84,6 +90,8 @@ def points(everything, kernels, name):
             continue
         if name.startswith("forward") != (one.name == "forward"):
             continue
+        if one.name == "flash2-fused" and one.problem.n_kv <= 128 and kernels == "hopper":
+            continue  # the single-KV-tile backward runs instead
         direction, algorithm = PASSES[one.name]
         passes, traffic = model._prepare(
             one.problem, direction, algorithm, kernels, one.tiling, one.device
@@ -210,12 +218,12 @@ def fit_streams(everything):
         if one.where != "fitted" or one.seed or one.name == "forward":
             continue
         passes, traffic = model._prepare(
-            one.problem, *PASSES[one.name], one.kernels, one.tiling, H200
+            one.problem, *PASSES[one.name], one.kernels, one.tiling, one.device
         )
         for each in passes:
             if not each.kernel.shared_bytes and one.kernels != "python":
                 name = each.stage.name
-                least = once_bytes(traffic, name) / H200.hbm_bandwidth
+                least = once_bytes(traffic, name) / one.device.hbm_bandwidth
                 found[each.kernel.overlaps].append((least, one.stages[name]))
 
     def best(those):

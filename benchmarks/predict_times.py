@@ -62,14 +62,14 @@ def problem_of(row):
     return Problem(
         **given,
         kv_heads=int(row["kv_heads"]),
-        dtype="bfloat16",
+        dtype=row.get("dtype") or "bfloat16",
         causal=row["causal"] == "True",
         window=window,
     )
 
 
 def rows_of(path):
-    """Return each pass of a file of random_times.py: its row, and its stages' times in seconds."""
+    """Return each pass of a file: its row, and its stages' times in seconds."""
     found = []
     for row in read_table(path):
         if row["stage"]:
@@ -84,12 +84,23 @@ def device_of(row):
     return next(one for one in PRESETS.values() if one.name in row["gpu"])
 
 
-#: Times on random shapes: those of the earlier fit, and the judging run after it.
-DRAWN = tuple(DATA / f"random-times-{name}.csv" for name in ("h100", "judged-h100"))
+#: Times of the Hopper kernels on an H100: on the shapes of `time_shapes`, and on random shapes.
+HOPPERS = DATA / "times-h100.csv", DATA / "random-times-h100.csv"
 
 
-def drawn(path=DRAWN[0]):
-    """Return passes on random shapes, for fits; a single loop's stage gets the rest of its pass.
+def unchanged():
+    """Return the H200's passes of Hopper kernels that are still as they were when it was measured.
+
+    Since then, products add the log-sum-exp and delta of rows up to head_dim 128, except in a
+    single-KV-tile backward.
+    """
+    passes = of_hopper(DATA / "times-h200.csv")
+    same = "forward", "flash2-once"
+    return [one for one in passes if one.name in same or one.problem.head_dim > 128]
+
+
+def of_hopper(path):
+    """Return the Hopper kernels' passes in a file; a single loop's stage gets the rest of its pass.
 
     In three passes, dQ runs beside dK and dV unless events separate them. So the times between
     their events count, minus what an event adds to a forward.
@@ -97,6 +108,8 @@ def drawn(path=DRAWN[0]):
     found = []
     for row, stages in rows_of(path):
         p, whole, name = problem_of(row), float(row["us"]) * 1e-6, row["pass"]
+        if row["kernels"] != "hopper" or name not in PASSES:
+            continue
         tiling, device = Tiling(*map(int, row["tile"].split(" x "))), device_of(row)
         if name == "forward":
             stages = {"forward": whole}
@@ -106,8 +119,20 @@ def drawn(path=DRAWN[0]):
             said = predict(p, direction="backward", algorithm=name, device=device).stages
             rows = sum(s.seconds for s in said if s.name in ("delta", "convert"))
             stages = {"fused": whole - rows}
-        found.append(Measured(p, "hopper", name, tiling, whole, stages, device, row["seed"]))
+        found.append(
+            Measured(p, "hopper", name, tiling, whole, stages, device, row.get("seed", ""))
+        )
     return found
+
+
+def everything():
+    """Return the passes to which the model is compared: Hopper's on an H100, others on an H200."""
+    return [one for one in measured() if one.kernels != "hopper"] + of_hopper(HOPPERS[0])
+
+
+def fitted():
+    """Return the passes from which a fit takes those of the fitted set."""
+    return everything() + of_hopper(HOPPERS[1]) + unchanged()
 
 
 def measured(path=DATA / "times-h200.csv"):
@@ -128,6 +153,9 @@ def measured(path=DATA / "times-h200.csv"):
     for key, one in fused.items():
         if "fused" not in one["stages"]:
             del found[key]
+    for (_, _, name), one in found.items():
+        if name == "forward" and not one["stages"]:  # one kernel, which is the whole pass
+            one["stages"]["forward"] = one["seconds"]
     return [
         Measured(
             *key,

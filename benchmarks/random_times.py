@@ -1,6 +1,7 @@
-"""Compare predicted with measured times of flashsim's kernels on random shapes.
+r"""Compare predicted with measured times of flashsim's kernels on random shapes.
 
-    python benchmarks/random_times.py --seeds 1,2,3 --csv out.csv [--shapes 12] [--jobs 14]
+    python benchmarks/random_times.py --seeds 1,2,3 --csv out.csv [--shapes 12] [--jobs 14] \
+        [--dtype float16]
     python benchmarks/random_times.py --from out.csv [--worst 10]       # predicts again; no GPU
 
 Measuring needs a GPU and CuPy. Shapes are those of `random_shapes.draw`. Each is timed forward, and
@@ -35,24 +36,28 @@ from flashsim.report import Table
 from flashsim.studies import verify
 from flashsim.studies.predict import predict
 
-COLUMNS = ("seed", *times.COLUMNS)
+COLUMNS = ("seed", "dtype", *times.COLUMNS)
 
 
-def drawn(seeds: list[int], count: int) -> list[tuple[int, Problem]]:
+def drawn(seeds: list[int], count: int, dtype: str) -> list[tuple[int, Problem]]:
     """Return `count` shapes per seed, alternating between the seeds."""
     streams = [(seed, random.Random(seed)) for seed in seeds]
-    return [(seed, problem(random_shapes.draw(rng))) for _ in range(count) for seed, rng in streams]
+    return [
+        (seed, problem(random_shapes.draw(rng), dtype))
+        for _ in range(count)
+        for seed, rng in streams
+    ]
 
 
-def problem(shape: Any) -> Problem:
-    """Return a shape of `random_shapes` as a problem in bfloat16."""
+def problem(shape: Any, dtype: str = "bfloat16") -> Problem:
+    """Return a shape of `random_shapes` as a problem."""
     sizes = {"n_q": shape.n, "head_dim": shape.head_dim, "batch": shape.batch}
     sizes |= {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads}
     if shape.n_kv:
         sizes["n_kv"] = shape.n_kv
     if shape.window:
-        return Problem(**sizes, dtype="bfloat16", window=(shape.window, 0), causal=True)
-    return Problem(**sizes, dtype="bfloat16", causal=shape.causal)
+        return Problem(**sizes, dtype=dtype, window=(shape.window, 0), causal=True)
+    return Problem(**sizes, dtype=dtype, causal=shape.causal)
 
 
 def form(p: Problem) -> str:
@@ -75,7 +80,8 @@ def measure(shapes: list[tuple[int, Problem]], seconds: float, path: Path) -> No
             everyone = list(_passes(lab, p))
             times.measure(lab, split, clock, everyone)
             for one in everyone:
-                writer.writerows({"seed": seed} | row for row in times.rows(p, one, lab.name))
+                named = {"seed": seed, "dtype": p.dtype}
+                writer.writerows(named | row for row in times.rows(p, one, lab.name))
             stream.flush()
             everyone.clear()
             lab.release()
@@ -165,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--shapes", type=int, default=12, help="shapes per seed")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--csv", type=Path, help="measure, and write this file")
     parser.add_argument("--from", type=Path, dest="source", help="a file that --csv wrote")
     parser.add_argument("--jobs", type=int, default=14)
@@ -177,7 +184,8 @@ def main() -> None:
     if path is None:
         parser.error("nothing to do: pass --csv FILE to measure, or --from FILE")
     if chosen.source is None:
-        shapes = drawn([int(seed) for seed in chosen.seeds.split(",")], chosen.shapes)
+        seeds = [int(seed) for seed in chosen.seeds.split(",")]
+        shapes = drawn(seeds, chosen.shapes, chosen.dtype)
         compile_first([p for _, p in shapes], chosen.jobs)
         measure(shapes, chosen.seconds, path)
     for table in tables(compared(path), chosen.worst):

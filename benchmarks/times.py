@@ -201,8 +201,8 @@ class Split:
         Plan.run = run  # type: ignore[method-assign]
 
     def stages(self, call: Callable[[], Any]) -> dict[str, float]:
-        """Return the seconds of each stage of a call."""
-        self.at_work = True
+        """Return the seconds of each stage of a call; {} for a forward that repeats a launch."""
+        self.at_work, self.names, self.events = True, [], []
         try:
             self.lab.spin()
             call()

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from flashsim.viz.laboratory.lab_page import lab
     from flashsim.viz.palette import color
     from flashsim.viz.player.page import Page, page
-    from flashsim.viz.plots.agreement import predicted_against_measured
-    from flashsim.viz.plots.banks import banks
-    from flashsim.viz.plots.blocks import block_sizes
-    from flashsim.viz.plots.cache import l2_curve
-    from flashsim.viz.plots.footprint import memory_footprint
+    from flashsim.viz.plots.curves import io_curve, l2_curve, memory_footprint
     from flashsim.viz.plots.gpu_timelines import gpu_timeline
-    from flashsim.viz.plots.io_curves import io_curve
-    from flashsim.viz.plots.precision import precision
     from flashsim.viz.plots.ranks import rank_timeline, scaling
     from flashsim.viz.plots.rooflines import roofline, roofline_series
+    from flashsim.viz.plots.studies import (
+        banks,
+        block_sizes,
+        precision,
+        predicted_against_measured,
+        tile_evidence,
+    )
     from flashsim.viz.plots.tile_maps import mask, tile_map
     from flashsim.viz.plots.traffic_bars import cumulative, diff, sram_timeline, traffic
-    from flashsim.viz.plots.xray import tile_evidence
     from flashsim.viz.save import save_figure
 
 _ROOMS = {
@@ -40,19 +40,15 @@ _ROOMS = {
     "player.page": ("Page", "page"),
     "palette": ("color",),
     "plots.traffic_bars": ("cumulative", "diff", "sram_timeline", "traffic"),
-    "plots.banks": ("banks",),
-    "plots.blocks": ("block_sizes",),
-    "plots.cache": ("l2_curve",),
-    "plots.agreement": ("predicted_against_measured",),
-    "plots.footprint": ("memory_footprint",),
-    "plots.io_curves": ("io_curve",),
+    "plots.curves": ("io_curve", "l2_curve", "memory_footprint"),
+    "plots.studies": (
+        *("banks", "block_sizes", "precision", "predicted_against_measured", "tile_evidence"),
+    ),
     "plots.rooflines": ("roofline", "roofline_series"),
-    "plots.precision": ("precision",),
     "plots.ranks": ("rank_timeline", "scaling"),
     "plots.tile_maps": ("mask", "tile_map"),
     "plots.gpu_timelines": ("gpu_timeline",),
     "data.statistics": ("row_statistics",),
-    "plots.xray": ("tile_evidence",),
     "save": ("save_figure",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}

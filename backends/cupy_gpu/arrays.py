@@ -9,8 +9,6 @@ CuPy copies NumPy inputs to the GPU, and the results back to the CPU. For torch 
 on torch's current CUDA stream. For all other arrays, kernels run on CuPy's current stream.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -48,6 +46,7 @@ class Space:
     empty: Callable[..., Any]
     duplicate: Callable[[Any], Any]
     full: Callable[[tuple[int, ...], str, float], Any]
+    maker: Callable[..., Callable[[], Any]]
     prototype: Callable[[str], Any]
     pointer: Callable[[Any], int]
     stream: Callable[[], int]
@@ -98,6 +97,10 @@ class CupySpace(Space):
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """Return an uninitialised array of the type of `like`, or of float32 if `like` is None."""
         return _empty(shape, np.dtype(np.float32) if like is None else like.dtype)
+
+    def maker(self, shape: tuple[int, ...], dtype: str = "float32") -> Callable[[], Any]:
+        """Return a function without arguments that allocates an array of this shape and type."""
+        return partial(self.empty, shape, self.prototype(dtype))
 
     def duplicate(self, array: Any) -> Any:
         """Return a contiguous copy of an array."""

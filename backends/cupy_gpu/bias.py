@@ -1,7 +1,5 @@
 """Turn an additive bias into a score function, because kernels support no other form of bias."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -24,6 +22,11 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
     p = job.problem
     if p.bias is None:
         return job
+    if job.trace:
+        raise UnsupportedError(
+            "on a GPU, a call with bias= cannot be traced; add the bias in a score_mod=, leave out "
+            "trace=, or use backend='simulator' or 'numba'"
+        )
     if p.cu_seqlens_q is not None:
         raise UnsupportedError(
             "on a GPU, packed sequences do not support bias=; write it as a score_mod=, whose "

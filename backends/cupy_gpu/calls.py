@@ -21,7 +21,13 @@ import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays, tensor_maps
 from flashsim.backends.cupy_gpu.captured import NOTHING, ReadByFunctions
-from flashsim.backends.cupy_gpu.launching import Argument, FixedLaunch, Launcher, Parameters
+from flashsim.backends.cupy_gpu.launching import (
+    Argument,
+    FixedLaunch,
+    Launcher,
+    Parameters,
+    shares_nothing,
+)
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import Lowered
 from flashsim.backends.launch.functions import tile_of
@@ -43,7 +49,6 @@ ABSENT = (0, 0, 0, 0)
 NO_GRADIENTS = ABSENT * (len(launch.TENSORS) - 4)
 NO_SCRATCH = (0,) * (len(launch.SCRATCH) - 1)  # all except the LSE
 DQ_ACC = "dq_acc"
-_PER_THREAD = cupy.cuda.runtime.streamPerThread
 
 
 class Uploaded:
@@ -250,7 +255,7 @@ class ReadyPass:
         owner until the launch is in the stream, so that the memory is not freed earlier.
         """
         stream = call.stream
-        if _makes_its_counter(stream):
+        if shares_nothing(stream):
             counter = call.space.empty((1,))
             cupy.cuda.runtime.memsetAsync(call.space.pointer(counter), 0, 4, stream)
             return call.space.pointer(counter), counter
@@ -276,7 +281,7 @@ class Repeated:
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
         """Repeat the launches cached for `key`, or return False if none are cached."""
         found = self._known.get(key)
-        if found is None or (self._counts and _makes_its_counter(stream)):
+        if found is None or (self._counts and shares_nothing(stream)):
             return False
         for one in found:
             one()
@@ -284,7 +289,7 @@ class Repeated:
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
         """Record a call so that `launch` can repeat it; none of its arrays may be a copy."""
-        if self._counts and _makes_its_counter(call.stream):
+        if self._counts and shares_nothing(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:
             self._known.clear()
@@ -293,15 +298,6 @@ class Repeated:
 
 
 _MOST_REPEATED = 256
-
-
-def _makes_its_counter(stream: int) -> bool:
-    """Return whether every launch on this stream needs its own work counter.
-
-    The handle of CUDA's per-thread stream denotes a different stream in each thread. A captured
-    CUDA graph may later run in any stream, at the same time as other launches.
-    """
-    return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
 
 def _map_of(box: launch.Box) -> range:

@@ -1,7 +1,5 @@
 """Copy captured arrays of mask and score functions, and attention sinks, to GPU memory."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,7 +7,7 @@ import cupy
 import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.launch.functions import sources_of, tile_of
+from flashsim.backends.launch.functions import arrays_of_mask, sources_of, tile_of
 from flashsim.engines.protocol import Job
 from flashsim.functions.graph import ArraySpec
 from flashsim.functions.mask import MaskFunction
@@ -109,8 +107,8 @@ def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarr
 @lru_cache(maxsize=64)
 def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
     """Return a mask function's captured arrays in GPU memory, cached per mask and device."""
-    pairs = zip(mask.arrays, mask.graph.arrays, strict=True)
-    made = [_typed(x, spec) for x, spec in pairs]
+    specs, values = arrays_of_mask(mask)
+    made = [_typed(x, spec) for x, spec in zip(values, specs, strict=True)]
     cupy.cuda.get_current_stream().synchronize()  # other streams may use the arrays from now on
     return made
 

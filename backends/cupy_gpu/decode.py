@@ -1,7 +1,5 @@
 """Run `algorithm="flash-decode"` on a GPU in one or two launches, with reusable memory."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -15,7 +13,15 @@ import numpy as np
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.captured import NOTHING, ReadByFunctions, captured
-from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters, aside, capture_of
+from flashsim.backends.cupy_gpu.launching import (
+    PER_THREAD,
+    Argument,
+    Launcher,
+    Parameters,
+    aside,
+    capture_of,
+    shares_nothing,
+)
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
@@ -62,24 +68,33 @@ class Workspace:
             self._held["results"] = held = key, made
         return held[1]
 
-    def partial(self, space: arrays.Space, made: decode_plan.Decode) -> tuple[int, int, int]:
-        """Return the addresses of the partial O, the partial LSE and the arrival counters."""
+    def partial(
+        self, space: arrays.Space, made: decode_plan.Decode
+    ) -> tuple[tuple[int, int, int], Any]:
+        """Return three addresses, and the arrays that own them.
+
+        The addresses are those of the partial O, the partial LSE and the arrival counters.
+        """
         outputs, sums = made.partial_elements
         if not outputs:
-            return 0, 0, 0
-        parts = self._room("parts", space, outputs + sums)
-        counters = 0 if made.merge else self._room("counters", space, made.counters)
-        return parts, parts + 4 * outputs, counters
+            return _NO_PARTS
+        parts, counters, arrived = self._room("parts", space, outputs + sums), None, 0
+        if not made.merge:
+            counters = self._room("counters", space, made.counters)
+            arrived = counters.data.ptr
+        at = parts.data.ptr
+        return (at, at + 4 * outputs, arrived), (parts, counters)
 
-    def _room(self, name: str, space: arrays.Space, n: int) -> int:
+    def _room(self, name: str, space: arrays.Space, n: int) -> Any:
         held = self._held.get(name)
         if held is None or held[0][0] is not space or held[0][1] < n:
             with space.active():
                 array = space.zeros((n,), "uint32")
             self._held[name] = held = (space, n), array
-        return held[1].data.ptr
+        return held[1]
 
 
+_NO_PARTS = (0, 0, 0), None  # nothing is split, or clusters merge the splits
 #: Workspaces of calls that pass none, one per stream; results are new arrays at each call.
 _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 
@@ -89,25 +104,28 @@ def _parts(
 ) -> tuple[tuple[int, int, int], Any]:
     """Return the addresses that `Workspace.partial` returns, and the owner of that memory.
 
-    The owner is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
-    is captured, a call without a workspace allocates from the graph's private memory. A captured
-    graph may later run in any stream, at the same time as other work. The arrival counters of a
-    captured graph are never freed.
+    While a CUDA graph is captured, a call without a workspace allocates from the graph's private
+    memory. A captured graph may later run in any stream, at the same time as other work. The
+    arrival counters of a captured graph are never freed.
     """
     if given is not None:
-        return given.partial(space, made), None
+        return given.partial(space, made)
     outputs, sums = made.partial_elements
     if not outputs:
-        return (0, 0, 0), None
-    if cupy.cuda.runtime.streamIsCapturing(stream):
-        parts = space.empty((outputs + sums,))
+        return _NO_PARTS
+    if shares_nothing(stream):
+        parts, counters, arrived = space.empty((outputs + sums,)), None, 0
         at = space.pointer(parts)
-        arrived = 0 if made.merge else _captured_counters(space, made.counters, stream)
-        return (at, at + 4 * outputs, arrived), parts
+        if not made.merge and stream == PER_THREAD:
+            counters = space.counters((made.counters,))
+            arrived = space.pointer(counters)
+        elif not made.merge:
+            arrived = _captured_counters(space, made.counters, stream)
+        return (at, at + 4 * outputs, arrived), (parts, counters)
     own = _WORKSPACES.get((space.device, stream))
     if own is None:
         own = _WORKSPACES.setdefault((space.device, stream), Workspace())
-    return own.partial(space, made), None
+    return own.partial(space, made)
 
 
 #: Counters of captured calls, by device, capture and stream. A graph may be replayed at any time,
@@ -144,6 +162,7 @@ class _Ready:
             function = nvrtc.load(made.merge, device)
             self._merge = Launcher(function, made.merge, made.merge_grid, overlap=made.overlaps)
         self._lock = Lock()  # there is one buffer, and there may be several threads
+        self._sizes = 0, 0, made.problem.n_kv  # in the buffer: row, pages, capacity
 
     def __call__(
         self,
@@ -162,17 +181,21 @@ class _Ready:
         per sequence in the cache, for a kernel that reads live lengths at run time.
         """
         with self._lock:
-            _CAPACITY.pack_into(self._args.buffer, _CAPACITY_AT, capacity)
-            _HEAD.pack_into(self._args.buffer, 0, *head)
+            buffer = self._args.buffer
+            _HEAD.pack_into(buffer, 0, *head)
+            sizes = row, pages, capacity
+            if sizes != self._sizes:
+                self._sizes = sizes
+                _TABLE.pack_into(buffer, _TABLE_AT, row, pages)
+                _CAPACITY.pack_into(buffer, _CAPACITY_AT, capacity)
             if given is not NOTHING:
                 at = decode_kernels.RECORD.itemsize
-                self._args.buffer[at : at + len(given.plain)] = given.plain
+                buffer[at : at + len(given.plain)] = given.plain
                 if given.sinks:
                     self._args.values["sinks"] = given.sinks
-            _TABLE.pack_into(self._args.buffer, _TABLE_AT, row, pages)
             self._launch(stream, self._parameters)
             if self._merge:
-                _ADDRESS.pack_into(self._args.buffer, _ITEMS_AT, self._merges.data.ptr)
+                _ADDRESS.pack_into(buffer, _ITEMS_AT, self._merges.data.ptr)
                 self._merge(stream, self._parameters)
 
 
@@ -207,9 +230,16 @@ class Decoder:
         with failures.Explaining(), space.active():
             self._ready = _ready(made, space.device)
         width = launch.row_elements(p.head_dim_v)
-        self._out, self._lse = (p.batch, p.heads, p.n_q, width), (p.batch, p.heads, p.n_q)
+        self._new_out = space.maker((p.batch, p.heads, p.n_q, width), p.dtype)
+        self._new_lse = space.maker((p.batch, p.heads, p.n_q))
         self._strides = p.heads * p.n_q * width, p.n_q * width, width
-        self._width = p.head_dim_v
+        self._new_by_token = space.maker((p.batch, p.n_q, p.heads, width), p.dtype)
+        self._by_token = p.heads * p.n_q * width, width, p.heads * width
+        self._width, self._padded, self._rows = p.head_dim_v, width, p.batch * p.heads * p.n_q
+        # Strides of tensors that the kernel reads without a copy, and the same as it takes them.
+        self._readable: tuple[Any, Any] = (), ((), (), ())
+        # Scratch memory by stream: addresses of partial results and of an LSE that nobody reads.
+        self._scratch: dict[int, tuple[tuple[int, int, int], int, Any]] = {}
 
     def __call__(
         self,
@@ -229,25 +259,103 @@ class Decoder:
         each sequence's live keys, and the sequence's index in the cache. `table` is an int32 array
         (batch, pages per sequence) with contiguous rows.
         """
-        space, pages, capacity, row = self._space, 0, k.shape[2], 0
-        with _EXPLAINING, space.on_device():
-            at_q, q = arrays.place(space, q)
-            (at_k, k), (at_v, v) = arrays.place(space, k), arrays.place(space, v)
-            out, lse = q.new_empty(*self._out), space.empty(self._lse)
+        space = self._space
+        try:
+            with space.on_device():
+                lse, stream = self._new_lse(), space.stream()
+                parts, _kept = self._partial(stream)
+                where = self._new_out(), self._strides, stream, parts, lse.data_ptr()
+                return self._decoded(q, k, v, *where, lengths, table, starts, entries), lse
+        except Exception as error:
+            failures.explain(error)
+            raise
+
+    def output(self, q: Any, k: Any, v: Any) -> Any:
+        """Return only the attention output of a call in which all keys are live."""
+        return self._output(q, k, v, self._new_out, self._strides)
+
+    def by_token(self, q: Any, k: Any, v: Any) -> Any:
+        """Return the result of `output` as (batch, n_q, heads, head_dim_v)."""
+        return self._output(q, k, v, self._new_by_token, self._by_token)
+
+    def _output(self, q: Any, k: Any, v: Any, new: Any, strides: tuple[int, int, int]) -> Any:
+        space = self._space
+        try:
             stream = space.stream()
-            parts, _kept = _parts(space, self._made, None, stream)
+            scratch = self._scratch.get(stream)
+            runtime = cupy.cuda.runtime
+            if (
+                scratch is None
+                or runtime.getDevice() != space.device
+                or runtime.streamIsCapturing(stream)
+            ):
+                with space.on_device():
+                    if shares_nothing(stream):
+                        lse, (parts, _kept) = self._new_lse(), self._partial(stream)
+                        where = stream, parts, lse.data_ptr()
+                        return self._decoded(q, k, v, new(), strides, *where)
+                    scratch = self._scratch[stream] = self._shared(stream)
+                    return self._decoded(q, k, v, new(), strides, stream, *scratch[:2])
+            return self._decoded(q, k, v, new(), strides, stream, *scratch[:2])
+        except Exception as error:
+            failures.explain(error)
+            raise
+
+    def _shared(self, stream: int) -> tuple[tuple[int, int, int], int, Any]:
+        """Return scratch memory that all calls on a stream share, and its owners.
+
+        CuPy allocates the memory, because torch's memory may be that of a CUDA graph.
+        """
+        space = self._space
+        with space.active():
+            lse = space.zeros((self._rows,), "float32")
+        parts, owner = self._partial(stream)
+        return parts, lse.data.ptr, (lse, owner)
+
+    def _decoded(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        of_out: tuple[int, int, int],
+        stream: int,
+        parts: tuple[int, int, int],
+        lse: int,
+        lengths: Any = None,
+        table: Any = None,
+        starts: Any = None,
+        entries: Any = None,
+    ) -> Any:
+        space, ready, pages, row = self._space, self._ready, 0, 0
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        steps = q.stride(), k.stride(), v.stride()
+        readable, (of_q, of_k, of_v) = self._readable
+        if steps != readable or (at_q | at_k | at_v) & 15:
+            given = q, k, v
+            (at_q, *of_q), q = arrays.place(space, q)
+            (at_k, *of_k), k = arrays.place(space, k)
+            (at_v, *of_v), v = arrays.place(space, v)
+            if q is given[0] and k is given[1] and v is given[2]:
+                self._readable = steps, (of_q, of_k, of_v)
+        capacity, read = k.shape[2], _WHOLE
+        if not lengths is table is starts is entries is None:
+            at = [0 if x is None else x.data_ptr() for x in (table, lengths, starts, entries)]
+            read = *at, *_NOTHING
             if table is not None:
                 pages, row = k.shape[0], table.stride(0)
                 capacity = table.shape[1] * self._page
-            at = [0 if x is None else x.data_ptr() for x in (table, lengths, starts, entries)]
-            head = (
-                *(*at_q, out.data_ptr(), *self._strides, *at_k, *at_v, lse.data_ptr()),
-                *(*parts, self._ready.items, *at, *_NOTHING),
-            )
-            self._ready(stream, head, row, pages, capacity)
-            if self._width != self._out[3]:
-                out = space.result(out, self._width, self._out[3])
-            return out, lse
+        head = (
+            *(at_q, *of_q, out.data_ptr(), *of_out, at_k, *of_k, at_v, *of_v),
+            *(lse, *parts, ready.items, *read),
+        )
+        ready(stream, head, row, pages, capacity)
+        if self._width != self._padded:
+            out = space.result(out, self._width, self._padded)
+        return out
+
+    def _partial(self, stream: int) -> tuple[tuple[int, int, int], Any]:
+        return _parts(self._space, self._made, None, stream) if self._made.slots else _NO_PARTS
 
     def at(
         self,
@@ -259,14 +367,13 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode the arrays at these addresses, with `keys` live keys per sequence."""
-        with _EXPLAINING, self._space.on_device():
-            parts, _kept = _parts(self._space, self._made, None, stream)
-            head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
-            self._ready(stream, head, 0, 0, keys)
+        """Decode the arrays at these addresses, with `keys` live keys per sequence.
 
-
-_EXPLAINING = failures.Explaining()
+        The space's device must be the thread's current device.
+        """
+        parts, _kept = self._partial(stream)
+        head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
+        self._ready(stream, head, 0, 0, keys)
 
 
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:

@@ -1,17 +1,15 @@
 """Run an already checked request's kernels directly on torch tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import cupy
+
 from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan, Repeated
 from flashsim.backends.cupy_gpu.decode import Decoder
-from flashsim.backends.failures import Explaining
-
-_EXPLAINING = Explaining()
+from flashsim.backends.failures import explain
 
 
 class Placed:
@@ -29,19 +27,29 @@ class Placed:
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         """Launch the forward pass on `stream`, for arrays at these addresses."""
+        try:
+            if cupy.cuda.runtime.getDevice() == self._space.device:
+                self._launch(q, k, v, out, lse, stream)
+                return
+            with self._space.on_device():
+                self._launch(q, k, v, out, lse, stream)
+        except Exception as error:
+            explain(error)
+            raise
+
+    def _launch(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
         of_q, of_k, of_v = self._strides
-        space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):
             self._run.at((q, *of_q), (k, *of_k), (v, *of_v), out, lse, self._keys, stream)
             return
-        with _EXPLAINING, space.on_device():
-            if again.launch(key, stream):
-                return
-            head = q, *of_q, k, *of_k, v, *of_v, out, *self._out, *NO_GRADIENTS, lse, *NO_SCRATCH
-            call = Call(space, head, stream=stream)
-            for one in self._run.launches:
-                one(call, {})
-            again.note(key, call)
+        key = q, k, v, out, lse, stream
+        if self._repeated.launch(key, stream):
+            return
+        head = q, *of_q, k, *of_k, v, *of_v, out, *self._out, *NO_GRADIENTS, lse, *NO_SCRATCH
+        call = Call(self._space, head, stream=stream)
+        for one in self._run.launches:
+            one(call, {})
+        self._repeated.note(key, call)
 
 
 class Forward:
@@ -111,61 +119,81 @@ class Direct:
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return the attention output and the LSE."""
         space = self._space
-        with _EXPLAINING, space.on_device():
-            out, lse = self._forward(q, k, v)
+        try:
+            if cupy.cuda.runtime.getDevice() == space.device:
+                out, lse = self._forward(q, k, v)
+            else:
+                with space.on_device():
+                    out, lse = self._forward(q, k, v)
             if self._width != self._dims[1]:
                 out = space.result(out, self._dims[1], self._width)
             return out, lse
+        except Exception as error:
+            explain(error)
+            raise
 
     def backward(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any = None
     ) -> tuple[Any, Any, Any]:
         """Return the gradients of q, k and v."""
+        try:
+            if cupy.cuda.runtime.getDevice() == self._space.device:
+                return self._gradients(q, k, v, out, lse, dout, dlse)
+            with self._space.on_device():
+                return self._gradients(q, k, v, out, lse, dout, dlse)
+        except Exception as error:
+            explain(error)
+            raise
+
+    def _gradients(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any
+    ) -> tuple[Any, Any, Any]:
         space, with_lse = self._space, dlse is not None
-        with _EXPLAINING, space.on_device():
-            known = self._backwards.get(with_lse)
-            if known is None:
-                plan = self._backward_plan(with_lse)
-                repeated = Repeated(plan.launches)
-                known = self._backwards[with_lse] = plan, repeated, _makers(space, plan)
-            plan, again, makers = known
-            lse = lse.contiguous()
-            less = None if dlse is None else dlse.contiguous()
-            less_at, stream = 0 if less is None else less.data_ptr(), space.stream()
-            given = q, k, v, out, dout
-            made = [make() for make in makers]
-            key = (
-                *(stream, lse.data_ptr(), less_at),
-                *(q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride()),
-                *(out.data_ptr(), out.stride(), dout.data_ptr(), dout.stride()),
-                *[x if x is None else x.data_ptr() for x in made],
-            )
-            if not again.launch(key, stream):
-                placed = [arrays.place(space, x) for x in given]
-                places = tuple(n for place, _ in placed for n in place)
-                head = plan.head(space, places, lse.data_ptr(), less_at, made)
-                call = Call(space, head, stream=stream)
-                for one in plan.launches:
-                    one(call, {})
-                if all(x is y for (_, x), y in zip(placed, given, strict=True)):
-                    again.note(key, call)
-            (d, d_v), sizes = self._dims, plan.sizes
-            widths = (d, sizes.dq.width), (d, sizes.dk.width), (d_v, sizes.dv.width)
-            dq, dk, dv = (
-                x if keep == width else space.result(x, keep, width)
-                for x, (keep, width) in zip(made[:3], widths, strict=True)
-            )
+        known = self._backwards.get(with_lse)
+        if known is None:
+            plan = self._backward_plan(with_lse)
+            repeated = Repeated(plan.launches)
+            known = self._backwards[with_lse] = plan, repeated, _makers(space, plan)
+        plan, again, (new_dq, new_dk, new_dv, new_scratch, new_turns) = known
+        lse = lse.contiguous()
+        less = None if dlse is None else dlse.contiguous()
+        less_at, stream = 0 if less is None else less.data_ptr(), space.stream()
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        scratch = None if new_scratch is None else new_scratch()
+        turns = None if new_turns is None else new_turns()
+        key = (
+            *(stream, lse.data_ptr(), less_at),
+            *(q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride()),
+            *(out.data_ptr(), out.stride(), dout.data_ptr(), dout.stride()),
+            *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr()),
+            scratch if scratch is None else scratch.data_ptr(),
+            turns if turns is None else turns.data_ptr(),
+        )
+        if not again.launch(key, stream):
+            given, made = (q, k, v, out, dout), (dq, dk, dv, scratch, turns)
+            placed = [arrays.place(space, x) for x in given]
+            places = tuple(n for place, _ in placed for n in place)
+            head = plan.head(space, places, lse.data_ptr(), less_at, made)
+            call = Call(space, head, stream=stream)
+            for one in plan.launches:
+                one(call, {})
+            if all(x is y for (_, x), y in zip(placed, given, strict=True)):
+                again.note(key, call)
+        (d, d_v), sizes = self._dims, plan.sizes
+        if sizes.dq.width == d and sizes.dv.width == d_v:
             return dq, dk, dv
+        return (
+            space.result(dq, d, sizes.dq.width),
+            space.result(dk, d, sizes.dk.width),
+            space.result(dv, d_v, sizes.dv.width),
+        )
 
 
-def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
-    """Return five functions; each allocates one of the five arrays of `Plan.new_arrays`."""
+def _makers(space: arrays.TorchSpace, plan: Plan) -> tuple[Callable[[], Any] | None, ...]:
+    """Return functions that allocate the five arrays of `Plan.new_arrays`, or None for no array."""
     sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
-    makers = [space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)]
-    scratch = _none if summed is None else space.maker((summed + sizes.rows,))
-    turns = partial(space.counters, (sizes.rows, 2)) if plan.ordered else _none
-    return [*makers, scratch, turns]
-
-
-def _none() -> None:
-    """A function returns None if the pass does not need its array."""
+    return (
+        *(space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)),
+        None if summed is None else space.maker((summed + sizes.rows,)),
+        partial(space.counters, (sizes.rows, 2)) if plan.ordered else None,
+    )

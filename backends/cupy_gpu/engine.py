@@ -1,7 +1,5 @@
 """`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -49,7 +47,6 @@ def forward(job: Job) -> Outcome:
         require_gpu()
         space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype)
         return decode.forward(job, gpu_of(space.device), space)
-    _no_traced_bias(job)
     job = bias.as_function(job)
     if not job.memo:
         _check(job)
@@ -68,7 +65,6 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
     """Run the backward pass in three passes, or in a fused pass that accumulates dQ in HBM."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"algorithm={DECODE!r} has no backward pass; use algorithm='flash2'")
-    _no_traced_bias(job)
     job = bias.as_function(job, gradient=True)
     if not job.memo:
         _no_fp8_gradients(job)
@@ -447,14 +443,6 @@ def _check(job: Job) -> None:
     tf32 = job.options.get("allow_tf32", False)
     if not isinstance(tf32, bool):
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
-
-
-def _no_traced_bias(job: Job) -> None:
-    if job.trace and job.problem.bias is not None:
-        raise UnsupportedError(
-            "on a GPU, a call with bias= cannot be traced; add the bias in a score_mod=, leave out "
-            "trace=, or use backend='simulator' or 'numba'"
-        )
 
 
 def _no_fp8_gradients(job: Job) -> None:

@@ -1,7 +1,5 @@
 """Prepare a transposed V and the scales for the Hopper FP8 forward pass."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ ends) need launch attributes, which CuPy cannot set. The launch attributes are s
 driver's library.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +24,18 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 _RELAXED = 2
 #: CU_STREAM_CAPTURE_STATUS_ACTIVE.
 _CAPTURING = 1
+
+
+PER_THREAD = cupy.cuda.runtime.streamPerThread
+
+
+def shares_nothing(stream: int) -> bool:
+    """Return whether launches on this stream may not share scratch memory with later launches.
+
+    The handle of CUDA's per-thread stream denotes a different stream in each thread. A captured
+    CUDA graph may later run in any stream, at the same time as other launches.
+    """
+    return stream == PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
 
 class _Attribute(ctypes.Structure):
@@ -102,7 +112,8 @@ class Launcher:
             *((*grid, 1), (threads, 1, 1), shared, 0),
             *(ctypes.cast(self._attributes, ctypes.POINTER(_Attribute)), len(wanted)),
         )
-        self._at = ctypes.addressof(self._config)
+        self._at, self._stream = ctypes.addressof(self._config), 0
+        self._run = _launch()
 
     def fixed(self, stream: int, parameters: Parameters) -> tuple[Any, tuple[Any, ...]]:
         """Return the driver's launch function and its arguments, for repeated calls."""
@@ -111,7 +122,7 @@ class Launcher:
             return cupy.cuda.driver.launchKernel, plain
         config = _Config.from_buffer_copy(self._config)
         config.stream = stream
-        return _launch(), (ctypes.byref(config), self._plain[0], parameters.address, None)
+        return self._run, (ctypes.byref(config), self._plain[0], parameters.address, None)
 
     def __call__(self, stream: int, parameters: Parameters) -> None:
         """Launch the kernel on a stream, or raise `CUDADriverError` if the driver refuses.
@@ -121,8 +132,9 @@ class Launcher:
         if self._config is None:
             cupy.cuda.driver.launchKernel(*self._plain, stream, parameters.address, 0)
             return
-        self._config.stream = stream
-        error = _launch()(self._at, self._plain[0], parameters.address, None)
+        if stream != self._stream:
+            self._config.stream = self._stream = stream
+        error = self._run(self._at, self._plain[0], parameters.address, None)
         if error:
             raise cupy.cuda.driver.CUDADriverError(error)
 

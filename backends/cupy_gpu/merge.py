@@ -1,7 +1,5 @@
 """Merge two partial attention results on a GPU in one kernel (kernels/portable/merge.cu)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

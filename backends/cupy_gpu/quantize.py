@@ -1,7 +1,5 @@
 """Quantise 16-bit q, k and v to FP8 on a GPU, and also transpose V for the forward pass."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple

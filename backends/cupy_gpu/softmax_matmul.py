@@ -1,7 +1,5 @@
 """Compute softmax(X) V on a GPU in one kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cupy

@@ -1,7 +1,5 @@
 """Encode tensor maps, which describe arrays to Hopper's TMA, with the CUDA driver."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 

@@ -3,8 +3,6 @@
 The measurement takes about ten seconds and runs on NVIDIA GPUs from Ampere on.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -36,12 +36,21 @@ using i64 = long long;
 #endif
 #ifndef FS_RAMP
 // 1 if a score function that is linear in the positions is part of the scores' product; see Ramp in
-// hopper/forward.cu
+// hopper/forward.cu and STATISTICS in hopper/kv_outer.cuh
 #define FS_RAMP 0
+#endif
+#ifndef FS_ADDED
+// 1 if a kernel makes use of it that the score function only adds to the score; see added_term in
+// flex.cuh
+#define FS_ADDED 0
 #endif
 #ifndef FS_BOUNDED
 // 1 if scores are bounded, so a forward needs no running maximum; see BoundedSoftmax
 #define FS_BOUNDED 0
+#endif
+#ifndef FLASH_RANGES
+// 1 if the mask function keeps a range of keys per query; see kept_keys in flex.cuh
+#define FLASH_RANGES 0
 #endif
 #ifndef FLASH_BOUND
 #define FLASH_BOUND 0.0f  // upper bound of |result| of a score function
@@ -49,7 +58,9 @@ using i64 = long long;
 #ifndef FS_SINKS
 #define FS_SINKS 0  // 1 if each head has an attention sink: one more score, without a value
 #endif
-#define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD || FS_RAMP)
+// 1 if scores start at a term that the score function adds: it depends only on the distance
+#define FS_STARTED (FS_DISTANCES && !FS_SCORE_MOD)
+#define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD || FS_RAMP || FS_STARTED)
 
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
 [[maybe_unused]] constexpr float LOG2E = 1.4426950408889634f;

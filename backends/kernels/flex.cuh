@@ -46,6 +46,53 @@ __device__ __forceinline__ bool kept(const Args& a, const Head& at, FlashAt q, F
 #endif
 }
 
+#if FLASH_RANGES
+// The mask function keeps one range of keys per query, and one range of queries per key. Hopper
+// kernels therefore do not call it per score. A Kept is the range that all masks keep in a row of a
+// tile pair, relative to the thread's first score of that row.
+template <bool LOW, bool HIGH>
+struct Kept {
+    int first, last;
+
+    // `step` is a constant, so this is one comparison per limit.
+    __device__ __forceinline__ bool operator()(int step) const {
+        return (!LOW || step >= first) && (!HIGH || step <= last);
+    }
+};
+using KeptKeys = Kept<FS_LEFT || FLASH_KEYS_LOW, true>;
+using KeptQueries = Kept<true, FS_LEFT || FLASH_QUERIES_HIGH>;
+
+// The keys of `query` that are kept, relative to `first`. `query` may be past the last one.
+__device__ __forceinline__ KeptKeys kept_keys(const Args& a, const Head& at, int query, int first,
+                                              Range own, int end) {
+    const Keep keep(a, query, own.offset, end);
+    const FlashRange keys = flash_keys(a.captured, at.at, at.query(min(query, own.stop - 1)));
+    const int start = -at.key(0).base;  // of the sequence
+    return {max(keep.lo, keys.low + start) - first, min(keep.hi, keys.high + start) - first};
+}
+
+// The queries of `key` that are kept, relative to `first`. `key` may be past the last one.
+__device__ __forceinline__ KeptQueries kept_queries(const Args& a, const Head& at, int key,
+                                                    int first, Range own) {
+    const KeepColumn keep(a, key, own);
+    const FlashRange queries = flash_queries(a.captured, at.at, at.key(min(key, own.stop - 1)));
+    const int start = -at.query(0).base;  // of the sequence
+    return {max(keep.lo, queries.low + start) - first, min(keep.hi, queries.high + start) - first};
+}
+#endif
+
+#if FS_DISTANCES
+// Returns the term that the score function adds at a distance between query and key, if the term
+// depends on nothing else. `query` and `key` are the first ones of a tile pair. A distance that is
+// not between existing positions is replaced by the nearest.
+__device__ __forceinline__ float term_at(const Args& a, const Head& at, int distance, int query,
+                                         int last_query, int key, int last_key) {
+    const int least = at.query(query).base - at.key(last_key).base;
+    const int most = at.query(last_query).base - at.key(key).base;
+    return flash_score(a.captured, -0.0f, at.at, max(least, min(distance, most)), 0);
+}
+#endif
+
 // The score that a score function receives: scaled and capped.
 __device__ __forceinline__ float before_function(const Args& a, float raw) {
     return FS_SOFTCAP ? a.softcap * fast_tanh(raw * (a.scale / a.softcap)) : raw * a.scale;
@@ -100,21 +147,40 @@ __device__ __forceinline__ void add_sums(const Args& a, const Head& at, FlashSum
 }
 #endif
 
+// With FS_ADDED the score function adds a term that does not depend on the score. Returns this term
+// in units of log 2, or `tile`, if the kernel has that in shared memory.
+__device__ __forceinline__ float added_term(const Args& a, const Head& at, FlashAt q, FlashAt k) {
+    return LOG2E * of_function(a, at, -0.0f, q, k);
+}
+__device__ __forceinline__ float added_term(const Args&, const Head&, FlashAt, FlashAt,
+                                            float tile) {
+    return tile;
+}
+
 // Returns P of a raw score. Replaces the score by P times the function's slope, from which dS is
 // computed. With FS_SCORE_LATE the raw score stays, and function_gradient computes dS from the
-// rounded P.
-template <bool KEPT>
+// rounded P. With FS_ADDED the log-sum-exp is subtracted from the score already. Unless KEPT, `inside`
+// says whether the masks keep the score.
+template <bool KEPT, class... Tile>
 __device__ __forceinline__ float probability(const Args& a, const Head& at, float& S, float factor,
-                                             float minus_lse, FlashAt q, FlashAt k, bool inside) {
+                                             float minus_lse, FlashAt q, FlashAt k, bool inside,
+                                             Tile... tile) {
+#if FS_ADDED
+    float p = exp2_approx(S * factor + added_term(a, at, q, k, tile...));
+    if (!KEPT && !inside) p = 0.0f;
+    if (!FS_SCORE_LATE) S = p;
+    return p;
+#else
     const float raw = S, s = after_function(a, at, raw, q, k);
     float p = exp2_approx(s * factor + minus_lse);
-    if (!KEPT && !(inside && kept(a, at, q, k))) p = 0.0f;
+    if (!KEPT && !inside) p = 0.0f;
 #if !FS_SCORE_LATE
     FlashSums none;
     S = function_gradient(a, at, none, raw, p, q, k);
     if (!KEPT && p == 0.0f) S = 0.0f;  // the slope may be infinite where P is 0
 #endif
     return p;
+#endif
 }
 #endif
 

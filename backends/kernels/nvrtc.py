@@ -1,7 +1,5 @@
 """Compile CUDA C++ kernels with NVRTC, using CuPy's disk cache."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Build, on the host, the tables of a schedule that kernels read from GPU memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal

@@ -6,8 +6,6 @@
 ``FlashCaptured`` follow ``struct Args``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +16,9 @@ import numpy as np
 from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import FLOAT, ArraySpec, Graph
-from flashsim.functions.intervals import largest_result
+from flashsim.functions.intervals import largest_result, ranges_of_integers
+from flashsim.functions.mask import MaskFunction
+from flashsim.functions.spans import spans_of
 from flashsim.problem.problem import Problem
 
 #: Text around the generated functions. It selects the hardware's tanh where a softcap uses it
@@ -81,14 +81,18 @@ class Generated:
 
     `captured_bytes` is the size of ``struct FlashCaptured``, a multiple of 8. With `sums`,
     ``flash_score_grad`` adds to the gradients of the captured arrays named in `wanted`. With
-    `reads`, the functions read captured arrays by query or key, so a kernel must call them only at
-    existing positions. `reads_beside` is the same as `reads`, but ignores the arrays `tile` and
-    `band`.
+    `mask_reads` or `score_reads`, the function reads captured arrays by query or key, so a kernel
+    must call it only at existing positions. `reads_beside` is the same as `score_reads`, but
+    ignores the arrays `tile` and `band`. With `ranges`, the mask keeps ranges of keys and of
+    queries, and kernels need not call it.
 
     A kernel may load the array `tile` into shared memory, one tile at a time. If `tile` is None, a
     kernel may load the elements of `band` for the distances q - k in a tile pair. `ramp` is a term
-    of the score function that is linear in the positions. `graphs` are the traced mask and score
-    function, which kernels in Python use.
+    of the score function that is linear in the positions. With `adds`, the score function only adds
+    a term to the score. With `by_distance`, this term depends on positions only through their
+    distance. `graphs` are the traced mask and score function, which kernels in Python use. For each
+    of the two, `inside` has pairs (index node, size of an axis) in which the index is certainly in
+    range.
     """
 
     text: str
@@ -96,13 +100,18 @@ class Generated:
     mask: bool
     score: bool
     sums: bool
-    reads: bool
+    mask_reads: bool
+    score_reads: bool
     reads_beside: bool = False
+    ranges: bool = False
     tile: BiasTile | None = None
     band: TableBand | None = None
     ramp: Ramp | None = None
+    adds: bool = False
+    by_distance: bool = False
     graphs: tuple[Graph | None, Graph | None] = (None, None)
     wanted: tuple[str, ...] = ()
+    inside: tuple[tuple[tuple[int, int], ...], ...] = ((), ())
 
     @property
     def constants(self) -> dict[str, int]:
@@ -111,7 +120,7 @@ class Generated:
             "MASK_MOD": int(self.mask),
             "SCORE_MOD": int(self.score),
             "SCORE_SUMS": int(self.sums),
-            "READS": int(self.reads),
+            "READS": int(self.mask_reads or self.score_reads),
         }
 
 
@@ -131,20 +140,23 @@ def functions_of(problem: Problem) -> Functions | None:
     """Return the CUDA code of a problem's mask and score functions, or None if it has neither."""
     if problem.mask_mod is None and problem.score_mod is None:
         return None
-    return _functions(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
+    return _functions(problem.mask_mod, problem.score_mod, problem.score_grads, _extents(problem))
 
 
-def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
+def read_arrays(problem: Problem, *, beside_ahead: bool = False, ranges: bool = False) -> bool:
     """Return whether the mask or score function reads captured arrays by query or key.
 
-    With `beside_ahead`, the arrays of `tile_of` and `band_of` do not count, because kernels load
-    them in advance.
+    With `beside_ahead`, the arrays of `tile_of`, `band_of` and `adds_by_distance` do not count,
+    because kernels load them in advance. With `ranges`, a mask that keeps ranges does not count.
     """
     functions = functions_of(problem)
     if functions is None:
         return False
+    plain = functions.plain
     apart = beside_ahead and (tile_of(problem) or band_of(problem))
-    return functions.plain.reads_beside if apart else functions.plain.reads
+    score = plain.reads_beside if apart else plain.score_reads
+    score = score and not (beside_ahead and plain.by_distance)
+    return score or (plain.mask_reads and not (ranges and plain.ranges))
 
 
 def has_known_slope(problem: Problem) -> bool:
@@ -257,6 +269,56 @@ def ramp_of(problem: Problem) -> Ramp | None:
     return functions.plain.ramp if _SCALES[0] <= problem.scale <= _SCALES[1] else None
 
 
+def adds_term(problem: Problem) -> bool:
+    """Return whether the score function only adds a term that is independent of the score."""
+    functions = functions_of(problem)
+    return functions is not None and functions.plain.adds
+
+
+def _adds(graph: Graph) -> bool:
+    score, n = graph.argument("score"), graph.root
+    while n != score:
+        node = graph.nodes[n]
+        scored = [a for a in node.args if "score" in graph.depends[a]]
+        if len(scored) != 1 or node.op not in ("add", "sub"):
+            return False
+        if node.op == "sub" and node.args[0] != scored[0]:
+            return False
+        n = scored[0]
+    return True
+
+
+def adds_by_distance(problem: Problem) -> bool:
+    """Return whether the score function adds a term that only depends on the distance q - k.
+
+    The term may also depend on the batch entry and the head, and may read arrays.
+    """
+    functions = functions_of(problem)
+    return functions is not None and functions.plain.by_distance
+
+
+def _by_distance(graph: Graph) -> bool:
+    if not _adds(graph) or not graph.uses & {"q", "k"}:
+        return False
+    pending = [graph.root]
+    while pending:
+        n = pending.pop()
+        if not graph.depends[n] & {"q", "k"}:
+            continue
+        node = graph.nodes[n]
+        if node.op in ("lt", "le", "eq", "ne"):  # depends on the difference
+            both = [_linear(graph, a) for a in node.args]
+            linear = None if both[0] is None or both[1] is None else both[0] - both[1]
+        else:
+            linear = _linear(graph, n)
+        if linear is not None and linear[0] == -linear[1]:
+            continue  # a multiple of the distance, plus a constant
+        if node.op == "arg":
+            return False
+        pending += node.args
+    return True
+
+
 def _ramp_of(graph: Graph) -> Ramp | None:
     root = graph.nodes[graph.root]
     score = graph.argument("score")
@@ -308,7 +370,18 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
     """Return a problem's functions as CUDA code, without and with gradients of captured arrays."""
-    return _sources(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
+    return _sources(problem.mask_mod, problem.score_mod, problem.score_grads, _extents(problem))
+
+
+def arrays_of_mask(mask: MaskFunction) -> tuple[tuple[ArraySpec, ...], tuple[np.ndarray, ...]]:
+    """Return the types and values of the arrays that kernels read for a mask function.
+
+    The ends of the ranges that the mask keeps follow its captured arrays.
+    """
+    spans = spans_of(mask)
+    if spans is None:
+        return mask.graph.arrays, mask.arrays
+    return (*mask.graph.arrays, *spans.arrays), (*mask.arrays, *spans.values)
 
 
 def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
@@ -320,8 +393,7 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     tile, band = _ahead(score, extents)
-    graphs = [g for g in (mask, score) if g is not None]
-    reads = [(g, n) for g in graphs for n in g.loads if g.depends[n] & {"q", "k"}]
+    graph = None if mask is None else mask.graph
     ahead = tile.node if tile else band.node if band else None
     bound = math.inf if score is None else _largest(score, extents)
     before = _BEFORE + (f"#define FLASH_BOUND {bound!r}f\n" if math.isfinite(bound) else "")
@@ -332,22 +404,43 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             mask is not None,
             score is not None,
             bool(source.gradients),
-            bool(reads),
-            any(g is not score or n != ahead for g, n in reads),
+            bool(_reads(graph)),
+            bool(_reads(score)),
+            any(n != ahead for n in _reads(score)),
+            mask is not None and spans_of(mask) is not None,
             tile,
             band,
             None if score is None else _ramp_of(score),
-            (mask, score),
+            score is not None and _adds(score),
+            score is not None and _by_distance(score),
+            (graph, score),
             tuple(source.gradients),
+            (_inside(graph, extents), _inside(score, extents)),
         )
         for source in _sources(mask, score, wanted, extents)
     )
     return Functions(plain, summing)
 
 
+def _reads(graph: Graph | None) -> list[int]:
+    """Return the numbers of the nodes that read an array by query or key."""
+    return [] if graph is None else [n for n in graph.loads if graph.depends[n] & {"q", "k"}]
+
+
+def _inside(
+    graph: Graph | None, extents: tuple[tuple[str, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    if graph is None:
+        return ()
+    ranges = ranges_of_integers(graph.nodes, dict(extents))
+    loads = [graph.nodes[n] for n in graph.loads]
+    pairs = {x for at in loads for x in zip(at.args, graph.arrays[at.value].shape, strict=True)}
+    return tuple(sorted((n, size) for n, size in pairs if 0 <= ranges[n][0] <= ranges[n][1] < size))
+
+
 @lru_cache(maxsize=256)
 def _sources(
-    mask: Graph | None,
+    mask: MaskFunction | None,
     score: Graph | None,
     wanted: tuple[str, ...],
     extents: tuple[tuple[str, int], ...],
@@ -355,9 +448,11 @@ def _sources(
     tile, band = _ahead(score, extents)
     node = tile.node if tile else band.node if band else None
     ramp = None if score is None else _ramp_of(score)
-    given = dict(extents), node, band and (band.sign, band.offset), ramp
-    plain = emit.cuda_source(mask, score, (), *given)
-    return plain, emit.cuda_source(mask, score, wanted, *given) if wanted else plain
+    spans = None if mask is None else spans_of(mask)
+    given = dict(extents), node, band and (band.sign, band.offset), ramp, spans
+    graph = None if mask is None else mask.graph
+    plain = emit.cuda_source(graph, score, (), *given)
+    return plain, emit.cuda_source(graph, score, wanted, *given) if wanted else plain
 
 
 def packed_bytes(packed: np.ndarray) -> int:

@@ -6,8 +6,6 @@ a measured time per visit. The model computes how many work tiles and visits the
 each SM finishes its last work tile.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -108,7 +106,8 @@ WITHOUT_DELTA = -1.0
 CONVERTING, CONVERTED = 1.1, 0.6
 #: Extra µs for a cluster to start together and to add its blocks' shares of a work tile.
 ADDING_UP = {64: 3.8, 128: 5.4}
-#: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy.
+#: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy. If not all
+#: clusters run at once, a cluster waits until enough SMs of one group are free.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 #: Minimum saving of an additional launch, in µs: some launches with a smaller predicted saving were
 #: slower.
@@ -184,7 +183,9 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
                 walks, each = one.walks, steps
                 if one.before:  # all work tiles are equal
                     walks, each = len(part.items), steps[:1]
-                free = shared_out(walks, each, *times, part.kernel.cluster, free)
+                cluster = part.kernel.cluster
+                at_once = dict(gpu.clusters).get(cluster, 0)
+                free = shared_out(walks, each, *times, cluster, free, at_once)
     return max(free) + more
 
 
@@ -195,16 +196,19 @@ def shared_out(
     adding_up: float,
     cluster: int,
     free: Sequence[float],
+    at_once: int = 0,
 ) -> list[float]:
     """Return the predicted µs, unordered, at which each SM finishes its last work tile.
 
     `steps` lists the visits (tile pairs) per work tile of each of the `walks` heads. Each work tile
-    is shared by `cluster` blocks, which costs `adding_up` extra µs if `cluster` exceeds 1. Only
-    part of the SMs can form clusters (`CLUSTERS`). `free` holds the µs at which each SM becomes
-    free.
+    is shared by `cluster` blocks, which costs `adding_up` extra µs if `cluster` exceeds 1. If there
+    are at most `at_once` clusters, all run at the same time; otherwise only part of the SMs can
+    form clusters (`CLUSTERS`). `free` holds the µs at which each SM becomes free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
+    if places < walks * len(items) <= at_once:
+        places = at_once
     if walks * len(items) > _ROUNDS * places:
         done = (sum(free[:places]) + walks * float(items.sum())) / places
         return [*[done] * places * cluster, *free[cluster * places :]]
@@ -258,15 +262,24 @@ def remainder(
 
 
 def fastest_cluster(
-    walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
+    walks: int,
+    steps: np.ndarray,
+    times: Times,
+    adding_up: float,
+    processors: int,
+    clusters: tuple[tuple[int, int], ...] = (),
 ) -> int:
-    """Return the predicted fastest cluster size; it is 1 if there are many work tiles per SM."""
+    """Return the predicted fastest cluster size; it is 1 if there are many work tiles per SM.
+
+    `clusters` is `Gpu.clusters` if all of the GPU's SMs are free for the launch.
+    """
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
         return 1
 
     def took(cluster: int) -> float:
-        return max(shared_out(walks, steps, times, adding_up, cluster, [0.0] * processors))
+        free, at_once = [0.0] * processors, dict(clusters).get(cluster, 0)
+        return max(shared_out(walks, steps, times, adding_up, cluster, free, at_once))
 
     best = min((c for c in CLUSTERS if c <= processors * CLUSTERS[c]), key=took)
     return best if rounds < 1 or took(best) < (1 - _CLUSTERS_DOUBT) * took(1) else 1

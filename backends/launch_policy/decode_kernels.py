@@ -1,7 +1,5 @@
 """The decode kernels: their argument struct, their blocks, and their shared memory."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.backends.launch.functions import functions_of

@@ -7,8 +7,6 @@ once (cascade attention): row tiles for the prefix hold the queries of all seque
 this module needs a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The interface of a kernel family: supported tilings, and the kernel of each stage."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace

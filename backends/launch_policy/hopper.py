@@ -3,8 +3,6 @@
 The notebook docs/notebooks/hopper.md describes the kernels' development.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flashsim.backends.kernels import nvrtc
@@ -52,7 +50,8 @@ class Hopper(Family):
     """The family of kernels that use Hopper's own instructions.
 
     Error texts for unsupported passes suggest the kernel family that `instead` names. With
-    `brings_tiles`, the forward kernel loads parts of a captured array by TMA.
+    `brings_tiles`, the forward kernel loads parts of a captured array in advance, and adds a linear
+    term of the score function by a product.
     """
 
     instead: str = "portable"
@@ -114,7 +113,8 @@ class Hopper(Family):
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
-            scored = problem.score_mod is not None and not hopper_kernels.adds_ramp(problem)
+            ramp = self.brings_tiles and hopper_kernels.adds_ramp(problem)
+            scored = problem.score_mod is not None and not ramp
             if problem.softcap or scored or reads:
                 # Functions use registers: wide tiles have none left, and three warpgroups have few.
                 rows = 128 if reads else 192
@@ -203,7 +203,10 @@ class Hopper(Family):
                 return 1
             beside = busy_at_once(p, tables.schedule.tiling)[0]
             free = int(free - beside) if beside + items <= free else free
-        blocks = fastest_cluster(walk.walks, p.group * tables.visits, *_item_times(walk), free)
+        steps, at_once = p.group * tables.visits, gpu.clusters
+        if free < gpu.multiprocessors:  # how many clusters the remaining SMs run is not known
+            at_once = ()
+        blocks = fastest_cluster(walk.walks, steps, *_item_times(walk), free, at_once)
         while widest(p) > 128 and blocks > 1 and blocks * items > gpu.multiprocessors:
             blocks //= 2
         return blocks
@@ -253,7 +256,9 @@ class Hopper(Family):
                 share = held(stage, p) * tables.schedule.tiling.block_q / p.n_q / gpu.l2_bytes
                 drift = 2 if widest(p) > 128 else 1  # warpgroups with roles let blocks drift apart
                 size = heads_together(walk.walks, items, processors, size, share, drift)
-            elif sooner_at_once(walk.walks, items, processors, size):
+            elif self.in_l2(walk, walk.walks) and sooner_at_once(
+                walk.walks, items, processors, size
+            ):
                 size = walk.walks
         few = processors // 8
         short = stage.name == "forward" and 0 < few * tables.tiles <= processors
@@ -264,16 +269,22 @@ class Hopper(Family):
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Return whether a KV-outer pass alternates between the query heads of a GQA group.
 
-        A KV-outer pass alternates if the tensors that a head group loops over, including dQ, exceed
-        the size of L2. No pass alternates under a left window, where work tiles begin at different
-        row tiles. With more work tiles than SMs, the limit is 1.25 times the L2 size (twice for a
-        single head), because concurrent work tiles are about equally long and drift apart slowly.
+        A KV-outer pass alternates if L2 does not hold what a head group loops over (`in_l2`). No
+        pass alternates under a left window, where work tiles begin at different row tiles.
         """
-        p, gpu = walk.problem, walk.gpu
-        more = clump * walk.tables.tiles > gpu.multiprocessors
-        room = gpu.l2_bytes * ((2 if clump == 1 else 1.25) if more else 1)
+        p = walk.problem
         unlimited = walk.stage.name == "fused" and p.left >= p.n_q + p.n_kv
-        return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
+        return unlimited and _drifts(walk) and not self.in_l2(walk, clump)
+
+    def in_l2(self, walk: Walked, clump: int) -> bool:
+        """Return whether L2 holds the tensors that a head group loops over, including dQ.
+
+        With more work tiles than SMs, the limit is 1.25 times the L2 size (twice for a single
+        head), because concurrent work tiles are about equally long and drift apart slowly.
+        """
+        more = clump * walk.tables.tiles > walk.gpu.multiprocessors
+        room = walk.gpu.l2_bytes * ((2 if clump == 1 else 1.25) if more else 1)
+        return clump * held(walk.stage, walk.problem) <= room
 
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
         """Return the sizes of the forward kernel's ring buffers.
@@ -300,7 +311,8 @@ class Hopper(Family):
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)
             shared = self.forward_bytes(problem, tiling, rings)
-            made = hopper_kernels.forward_kernel(*given, shared, rings)
+            ahead = self.brings_tiles
+            made = hopper_kernels.forward_kernel(*given, shared, rings, ahead=ahead)
         elif stage == "fused" and tiling == ROLES:
             made = hopper_kernels.roles_kernel(*given)
         elif stage in ("dkdv", "fused"):

@@ -1,7 +1,5 @@
 """Choose the launch of the FP8 forward for Hopper (kernels/hopper/forward_fp8.cu)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flashsim.backends.kernels import nvrtc

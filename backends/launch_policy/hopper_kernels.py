@@ -1,7 +1,5 @@
 """Compute each Hopper kernel's threads, shared memory (``struct OnChip``) and TMA boxes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from flashsim.backends.launch import functions
@@ -29,9 +27,12 @@ class Rings(NamedTuple):
 
 
 def forward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings
+    problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings, *, ahead: bool
 ) -> Kernel:
-    """Return the Hopper forward kernel for a problem, a tiling and ring-buffer sizes."""
+    """Return the Hopper forward kernel for a problem, a tiling and ring-buffer sizes.
+
+    With `ahead`, the kernel loads captured elements in advance, or adds a linear term by a product.
+    """
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
@@ -43,12 +44,12 @@ def forward_kernel(
             "TILE_BF16": tile.spec.dtype == "bfloat16",
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
-    elif functions.band_of(problem):
-        more["DISTANCES"] = _DISTANCES
-    elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
+    elif ahead and adds_ramp(problem):
+        # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    if more.keys() & {"TILE", "DISTANCES"}:
-        more["READS"] = functions.read_arrays(problem, beside_ahead=True)
+    elif ahead and reads_distances(problem):
+        more |= {"DISTANCES": _DISTANCES, "ADDED": functions.adds_by_distance(problem)}
+    more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
 
@@ -60,6 +61,15 @@ _DISTANCES = 2
 def adds_ramp(problem: Problem) -> bool:
     """Return whether tensor cores add a linear term to the scores (Ramp in forward.cu)."""
     return functions.ramp_of(problem) is not None and max(tile_columns("forward", problem)) <= 128
+
+
+def reads_distances(problem: Problem) -> bool:
+    """Return whether the forward kernel has what depends on the distance in shared memory.
+
+    It has the terms that the score function adds, if they depend on the distance alone. Otherwise
+    it has the elements of an array that is read at the distance.
+    """
+    return functions.adds_by_distance(problem) or functions.band_of(problem) is not None
 
 
 #: The largest bound of scores for which the forward needs no running maximum: exponentials are then
@@ -92,11 +102,11 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
     if rings.tile and tile is not None:
         boxes = -(-tiling.block_k * tile.spec.itemsize // 128)
         elements = rings.tile * warpgroups * boxes * 64 * 128
-    elif functions.band_of(problem):
-        elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
-        more += 2 * _DISTANCES
     elif adds_ramp(problem):
         elements = 2048 * (warpgroups + -(-tiling.block_k // 64))
+    elif reads_distances(problem):
+        elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
+        more += 2 * _DISTANCES
     barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
     return on_chip(2 * (q + rings.stages * kv) + elements, barriers)
 
@@ -117,9 +127,11 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     # warps.
     dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
+    score = _of_functions(problem, tiling)
     adds = adds_statistics(problem, tiling, once=variant.once)
     rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
-    shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
+    elements = score.get("DISTANCES", 0) * (bq + bk)
+    shared = on_chip(tiles + 4 * (rows * bq + elements), 2 + 2 * stages + (0 if wide else 4))
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     rows = bq // 2 if d == 64 else bq  # queries in a warpgroup's piece of dQ
     leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
@@ -131,7 +143,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
         | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
         | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse}
         | {"STATISTICS": adds}
-        | ({"SCORE_LATE": 1} if problem.score_mod is not None and bq == 128 else {}),
+        | score,
         boxes,
         variant.cluster,
         outer="keys",
@@ -142,12 +154,56 @@ def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
     """Return whether a product adds the log-sum-exp and delta of rows to the scores and dP.
 
     See STATISTICS in kernels/hopper/kv_outer.cuh. The product's operands are bfloat16 numbers,
-    which have float32's range. A score function, a softcap or a negative scale needs the scores
-    themselves. With 80 rows per tile, shared memory has no room for the operand.
+    which have float32's range. A softcap, a negative scale, or a score function that does more than
+    adding a term needs the scores themselves. With 80 rows per tile, shared memory has no room for
+    the operand.
     """
-    simple = not problem.softcap and problem.score_mod is None and problem.scale > 0
+    score = problem.score_mod is None or _adds_term(problem)
+    simple = not problem.softcap and score and problem.scale > 0
     room = tiling.block_q % 64 == 0 and max(problem.head_dim, problem.head_dim_v) <= 128
     return problem.dtype == "bfloat16" and simple and room and not once
+
+
+def _reads(problem: Problem, *, beside_ahead: bool = False) -> dict[str, int]:
+    """Return the constant READS of a kernel that does not call masks which keep ranges."""
+    if problem.mask_mod is None and problem.score_mod is None:
+        return {}
+    return {"READS": functions.read_arrays(problem, beside_ahead=beside_ahead, ranges=True)}
+
+
+def _adds_term(problem: Problem) -> bool:
+    """Return whether the backward adds a score function's term to scores minus log-sum-exp.
+
+    This is slower if the term reads an array per score, as for a bias.
+    """
+    graph = problem.score_mod
+    assert graph is not None
+    each = any(graph.side(n) == "score" for n in graph.loads)
+    return functions.adds_term(problem) and (functions.adds_by_distance(problem) or not each)
+
+
+def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
+    """Return the constants of a backward kernel for mask and score functions.
+
+    Up to a head_dim of 128, if the score function only adds a term, scores start at the log-sum-exp
+    all the same. The product that brings the log-sum-exp also brings a term that is linear in the
+    positions, unless arrays get gradients. Terms by distance pass through shared memory.
+    """
+    made = _reads(problem)
+    if problem.score_mod is None or max(problem.head_dim, problem.head_dim_v) > 128:
+        return made
+    if problem.softcap or problem.scale <= 0 or not _adds_term(problem):
+        return made | ({"SCORE_LATE": 1} if tiling.block_q == 128 else {})
+    adds = adds_statistics(problem, tiling, once=False)
+    if adds and functions.ramp_of(problem) and not problem.score_grads:
+        return made | {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
+    made |= {"ADDED": 1, "SCALED": 0}
+    if functions.adds_by_distance(problem) and tiling.block_q % 64 == 0:
+        made["DISTANCES"] = _DISTANCES
+        if not problem.score_grads:  # otherwise the function is called for its gradients
+            made |= _reads(problem, beside_ahead=True)
+            made |= {"ADDED": 0, "SCORE_MOD": 0} if adds else {}
+    return made
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
@@ -173,9 +229,9 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
     boxes = _boxes(("q", 64), ("k", bk), ("v", bk), ("dout", 64))
-    return launch.built(
-        "hopper/dq.cu", "hopper_dq", 384, shared, (problem, tiling, variant), {"D": d}, boxes
-    )
+    more = {"D": d} | _reads(problem)
+    given = problem, tiling, variant
+    return launch.built("hopper/dq.cu", "hopper_dq", 384, shared, given, more, boxes)
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:

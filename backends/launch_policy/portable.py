@@ -1,7 +1,5 @@
 """Choose the tile sizes of the portable kernels, which run on GPUs from sm_80 on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flashsim.backends.kernels import nvrtc

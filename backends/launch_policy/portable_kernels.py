@@ -1,7 +1,5 @@
 """Compute the number of threads, shared memory and constants of each portable kernel."""
 
-from __future__ import annotations
-
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant, built, padded_dims
 from flashsim.errors import TilingError
 from flashsim.problem.problem import Problem

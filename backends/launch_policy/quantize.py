@@ -1,7 +1,5 @@
 """The kernels that quantise inputs to FP8 (kernels/hopper/quantize.cu), and their launches."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

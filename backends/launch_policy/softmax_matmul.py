@@ -1,7 +1,5 @@
 """Build the kernel that fuses a softmax with a matrix product."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.backends.launch.kernel import Kernel, macros

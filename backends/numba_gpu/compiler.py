@@ -6,8 +6,6 @@ may later be linked with other code. For linkable code, the compiler ignores `se
 for each `wgmma` immediately (C7504 and C7509 of ptxas).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

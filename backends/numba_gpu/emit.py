@@ -5,8 +5,6 @@ tuple cannot be indexed at run time, so a fragment always stays in registers. Lo
 run in Python at compile time.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -180,6 +178,19 @@ FIELDS = _fields()
 _WORD = "word_"
 
 
+def argument(builder: ir.IRBuilder, value: ir.Value, name: str) -> ir.Value:
+    """Return an attribute of the argument struct `value`; see `ArgsType`."""
+    if name.startswith(_WORD):
+        place = launch.ARGS.itemsize // 8 + int(name.removeprefix(_WORD))
+        return builder.extract_value(value, place)
+    offset, wanted = FIELDS[name]
+    word = builder.extract_value(value, offset // 8)
+    if wanted == types.int64:
+        return word
+    half = builder.trunc(builder.lshr(word, ir.Constant(I64, offset % 8 * 8)), I32)
+    return builder.bitcast(half, F32) if wanted == types.float32 else half
+
+
 def _register() -> None:
     """Tell numba-cuda how the argument struct and tensor maps are passed and read."""
     from numba.cuda import models
@@ -207,15 +218,7 @@ def _register() -> None:
 
     @lowering_registry.lower_getattr_generic(ArgsType)
     def _read(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value, name: str) -> Any:
-        if name.startswith(_WORD):
-            place = launch.ARGS.itemsize // 8 + int(name.removeprefix(_WORD))
-            return builder.extract_value(value, place)
-        offset, wanted = FIELDS[name]
-        word = builder.extract_value(value, offset // 8)
-        if wanted == types.int64:
-            return word
-        half = builder.trunc(builder.lshr(word, ir.Constant(I64, offset % 8 * 8)), I32)
-        return builder.bitcast(half, F32) if wanted == types.float32 else half
+        return argument(builder, value, name)
 
 
 _register()

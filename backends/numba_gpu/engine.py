@@ -2,12 +2,9 @@
 
 The "tensor" kernels support float16 and bfloat16, and use tensor cores from sm_80 on. The "hopper"
 kernels support the same types, and use instructions that only Hopper has. The "teaching" kernels
-are plain Python loops for float16 and float32, which also run in Numba's CUDA simulator. The
-families "tensor" and "teaching" support score and mask functions, and only "teaching" supports
-sinks.
+are plain Python loops for float16 and float32, which also run in Numba's CUDA simulator. All
+families support score functions, mask functions and sinks.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -65,21 +62,21 @@ def forward(job: Job) -> Outcome:
     """Run the forward pass on the arrays' GPU (the current GPU for NumPy arrays)."""
     if _kernel(job) == "teaching":
         return teaching_run.forward(job)
-    return _launcher().forward_with(_family, job)
+    return _launcher().forward_with(_family, _with_bias(job))
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
     """Return the state for the backward pass, from the forward pass's `out` and `lse`."""
     if _kernel(job) == "teaching":
         return teaching_run.recall(job, out, lse)
-    return _launcher().recall_of(job, out, lse)
+    return _launcher().recall_of(_with_bias(job), out, lse)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
     """Run the backward pass as three deterministic passes, or fused, which sums dQ in HBM."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout, dlse)
-    return _launcher().backward_with(_family, job, saved, dout, dlse)
+    return _launcher().backward_with(_family, _with_bias(job, gradient=True), saved, dout, dlse)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
@@ -92,20 +89,28 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether the fastest deterministic backward is the fused one with ordered dQ sums."""
-    return _kernel(job) != "teaching" and _family_of(job, saved).orders_dq(job.problem)
+    if _kernel(job) == "teaching":
+        return False
+    job = _with_bias(job)
+    return _family_of(job, saved).orders_dq(job.problem)
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether the fused backward is the fastest if dQ may be added up in any order."""
     if _kernel(job) == "teaching":
         return True
-    gpu = _launcher().gpu_of(saved["space"].device)
+    job, gpu = _with_bias(job), _launcher().gpu_of(saved["space"].device)
     return _family_of(job, saved).fuses(job.problem, gpu)
 
 
 def adopt(name: str, array: Any) -> Any:
     """Return a CuPy array that shares the memory of an array which supports only DLPack."""
     return array if teaching_run.simulated() else _launcher().adopt(name, array)
+
+
+def _with_bias(job: Job, *, gradient: bool = False) -> Job:
+    """Return a job whose score function adds the bias, if the job has a bias."""
+    return _launcher().bias.as_function(job, gradient=gradient)
 
 
 def _launcher() -> Any:
@@ -128,7 +133,7 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
         return HOPPER if asked == "hopper" else TENSOR
     p = job.problem
     refusal = HOPPER.refusal(p, job.tiling, gpu, direction, job.algorithm)
-    return TENSOR if refusal or p.has_functions else HOPPER
+    return TENSOR if refusal else HOPPER
 
 
 def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
@@ -143,8 +148,7 @@ def _kernel(job: Job) -> str:
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
     if name == "auto":
-        teaching = simulated or p.sinks or (p.has_functions and p.bias is not None)
-        name = "tensor" if narrow and not teaching else "teaching"
+        name = "tensor" if narrow and not simulated else "teaching"
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
         raise UnsupportedError(
@@ -160,11 +164,6 @@ def _kernel(job: Job) -> str:
         raise UnsupportedError(
             "the teaching kernels, the only ones of backend='numba_cuda' for float32, record no "
             "time stamps; use kernel='tensor' with float16 or bfloat16, or backend='cupy'"
-        )
-    if name != "teaching" and p.sinks:
-        raise UnsupportedError(
-            f"kernel={name!r} of backend='numba_cuda' does not support sinks; use "
-            "kernel='teaching', or backend='cupy', 'simulator' or 'numba'"
         )
     if name != "teaching":
         launch.check_head_dims(p, "backend='numba_cuda'")

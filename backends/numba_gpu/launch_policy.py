@@ -5,11 +5,10 @@
 for the differences in `launch.Variant`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flashsim.backends.launch import kernel as launch
+from flashsim.backends.launch.functions import has_known_slope
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import hopper
 from flashsim.backends.launch_policy.family import PLAIN, PassRequest, Walked
@@ -42,7 +41,11 @@ class PythonHopper(hopper.Hopper):
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """Return the C++ kernels' tilings that were tested with the Python kernels as well."""
         every = super().possible(asked)
-        if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
+        if asked.direction == "backward":
+            p = asked.problem
+            if asked.wide <= 64 and p.score_mod and (p.score_grads or not has_known_slope(p)):
+                return (Tiling(64, 128),)  # gradients of functions use registers
+            # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))
         untried = (80, 96) if 128 < asked.wide <= 192 else (144,)
         return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)
@@ -86,6 +89,6 @@ TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True), takes_fu
 HOPPER = PythonHopper(
     "hopper",
     compiler.load,
-    elsewhere="use kernel='tensor', or backend='cupy', 'simulator' or 'numba'",
+    takes_functions=True,
     instead="tensor",
 )

@@ -10,8 +10,6 @@ A score tile's accumulators already have the layout of the next product's left o
 need rounding to 16 bits. P and dS therefore stay in registers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ run on sm_80 and later unless a docstring says otherwise. A *lane* is a thread's
 0 to 31.
 """
 
-from __future__ import annotations
-
 from llvmlite import ir
 
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, i32, struct_values
@@ -168,6 +166,12 @@ def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
         asm(b, text, "l,f,f,f,f", [to, *values], effects=True)
 
 
+def add_float_unless_zero(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
+    """Add to one float32 in HBM, unless `value` is 0; predicated, without a branch."""
+    text = "{.reg .pred p; setp.neu.f32 p, $1, 0f00000000; @p red.global.add.f32 [$0], $1;}"
+    asm(b, text, "l,f", [to, value], effects=True)
+
+
 def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
     """Add to an unsigned integer in HBM, atomically."""
     asm(b, "red.global.add.u32 [$0], $1;", "l,r", [to, count], effects=True)
@@ -187,7 +191,7 @@ def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
 def let_what_runs_next_start(b: ir.IRBuilder) -> None:
     """Let the next launch in the stream start before this launch has ended.
 
-    Add to an unsigned integer in HBM atomically.
+    The next launch runs up to its own wait for this launch.
     """
     asm(b, "griddepcontrol.launch_dependents;", "", [], effects=True)
 
@@ -196,18 +200,18 @@ def let_what_runs_next_start(b: ir.IRBuilder) -> None:
 
 
 def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
-    """Wait until the previous launch in the stream has ended and its writes are visible."""
+    """Return the value of the lane whose number is this lane's number XOR `mask` ("shfl.sync")."""
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
     return asm(b, text, "=f,f", [value], F32, effects=True)
 
 
 def warp_sum(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The compiler does not move reads of the previous launch's results before this wait."""
+    """Return the sum of an integer over a warp's lanes ("redux.sync")."""
     return asm(b, "redux.sync.add.s32 $0, $1, -1;", "=r,r", [value], I32, effects=True)
 
 
 def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
-    """Let the next launch in the stream start before this launch ends."""
+    """Return whether `condition` holds in any lane of the warp ("vote.sync")."""
     text = (
         "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p;}"
     )
@@ -216,12 +220,12 @@ def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
 
 
 def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """The next launch runs up to its own wait for this launch."""
+    """Return the larger of two floats; if one is NaN, the other ("max")."""
     return asm(b, "max.f32 $0, $1, $2;", "=f,f,f", [x, y], F32)
 
 
 def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return the value of the lane whose number is this lane's number XOR `mask` ("shfl.sync")."""
+    """Return 2^x from the special-function unit ("ex2.approx")."""
     return asm(b, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], F32)
 
 

@@ -1,7 +1,5 @@
 """Code that all tensor-core kernels share: the loop over tile pairs, copies and reports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -7,8 +7,6 @@ outer iteration before and after the visits. Kernels do not report events on chi
 compute); these come from the stage.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.errors import TraceError

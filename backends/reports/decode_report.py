@@ -5,8 +5,6 @@ trace has two stages, as in the simulator: the loop over key tiles, and the merg
 report events on chip, so these come from the stage's description (`plans.Stage`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

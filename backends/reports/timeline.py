@@ -17,8 +17,6 @@ everything else. The fused backward adds a visit's dQ at the start of the next v
 "scores".
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.schedule.schedule import Schedule

@@ -6,8 +6,6 @@ right end of a line are line numbers of the paper's algorithms. If accumulators 
 inputs, O and dQ stay in HBM as accumulators until a conversion at the end, as in real kernels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.algorithms.machine import Machine

@@ -7,8 +7,6 @@ the leading axes (batch * key heads, query heads per key head), because all head
 at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

@@ -11,8 +11,6 @@ Hydragen, arXiv:2402.05099). The results over the shared prefix are merged with 
 each entry's own keys.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.algorithms.flash2 import normalised, stream_keys

@@ -4,8 +4,6 @@ A function can only use elements of captured arrays that were loaded into SRAM. 
 never loaded raises an error, and an element of an earlier tile is NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple

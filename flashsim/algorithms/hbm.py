@@ -5,8 +5,6 @@
 these heads one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NoReturn
 

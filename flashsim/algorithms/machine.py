@@ -1,7 +1,5 @@
 """Runs an algorithm on the simulated two-level memory: one HBM, and one SRAM per kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Merges attention over two sets of keys into attention over the union."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """Code that algorithms share: scores of a tile, and kernels before or after the main loop."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.algorithms.functions import (

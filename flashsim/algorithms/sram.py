@@ -6,8 +6,6 @@ All heads run the same loop, so each event is recorded once, with the sizes of o
 block.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -5,8 +5,6 @@ masked tiles are not skipped, as in the frameworks' plain implementations. Numbe
 of a line are the paper's line numbers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.algorithms.functions import load_own

@@ -5,8 +5,6 @@ DLPack. If the inputs' library has an array namespace, as JAX does, results are 
 library; otherwise they are NumPy arrays. For a subclass of torch.Tensor, results are plain tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

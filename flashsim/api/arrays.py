@@ -1,7 +1,5 @@
 """Find the shape, the element type and the values of one array of any library, without a copy."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

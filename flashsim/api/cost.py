@@ -1,7 +1,5 @@
 """Estimate the cost of a simulation before it begins: bytes of host memory, and seconds."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Find the engine (the code that computes a pass) for the name of a backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

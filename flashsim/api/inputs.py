@@ -1,7 +1,5 @@
 """Turn the user's arrays and keywords into a checked `Problem` and 4-D arrays, without a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Each batch entry becomes a packed sequence of its live keys (the keys in use). T
 changed: the engine gets `cache_seqlens` and `block_table` among its options.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any

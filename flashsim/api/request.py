@@ -1,7 +1,5 @@
 """Check a call of `run` or `backward`; for a call like an earlier one, reuse the earlier check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

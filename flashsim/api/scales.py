@@ -1,7 +1,5 @@
 """Check the scales of FP8 inputs that are passed to `run`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

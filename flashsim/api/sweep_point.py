@@ -1,7 +1,5 @@
 """One point of a sweep: its parameters, the method of counting, and its row in a table or file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

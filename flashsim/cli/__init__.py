@@ -1,7 +1,5 @@
 """The `flashsim` command."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

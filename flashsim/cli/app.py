@@ -4,8 +4,6 @@ A command's module is imported only when the command is called. So `flashsim --h
 from the list `COMMANDS`.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import re

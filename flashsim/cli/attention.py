@@ -1,7 +1,5 @@
 """Commands that run or count attention (run, compare, count, sweep), and show saved traces."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 from collections.abc import Sequence

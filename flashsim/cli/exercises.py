@@ -1,7 +1,5 @@
 """The `flashsim exercise` commands: list, start, hint, predict, reveal, grade, check."""
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

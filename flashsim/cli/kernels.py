@@ -1,7 +1,5 @@
 """The `flashsim kernel` command: run a user's Triton or Pallas file, and check its kernels."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

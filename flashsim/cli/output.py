@@ -1,7 +1,5 @@
 """The output of the commands: tables for people, JSON or CSV for programs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

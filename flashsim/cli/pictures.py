@@ -1,7 +1,5 @@
 """The commands that draw: ``flashsim plot``, ``animate``, ``page`` and ``lab``."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

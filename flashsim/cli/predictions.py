@@ -1,7 +1,5 @@
 """Commands that predict (roofline, predict, dram, ring) and measure (verify, calibrate)."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands of `flashsim study`: each runs one study of `flashsim.studies` and prints its table."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Convert the text of options to values: windows, tilings, devices, tensors, traces."""
 
-from __future__ import annotations
-
 import math
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence

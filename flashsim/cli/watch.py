@@ -1,7 +1,5 @@
 """The `flashsim watch` command: run a PyTorch program, and count its attention calls."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `flashsim xray` command: find the tile sizes of a program's kernels from GPU counters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated

@@ -4,8 +4,6 @@ Every term states a fact about an algorithm: ``load K: heads * row_cols * d * e`
 Q-outer loop reads K once per visit.
 """
 
-from __future__ import annotations
-
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 

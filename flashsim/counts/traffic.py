@@ -104,7 +104,7 @@ class Traffic(Answers):
             ):
                 flops.update(total_flops(ops, *(repeat * n for n in extent)))
                 chip.update(on_chip_bytes(ops, stage, *(repeat * n for n in extent)))
-        return flops, chip
+        return dict(flops), dict(chip)
 
     def peak_sram(self) -> int:
         """Return the largest number of bytes that a thread block has on chip, over all stages."""

@@ -14,8 +14,6 @@ operation of a score function and its derivative once. A mask function compares 
 operations are not counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

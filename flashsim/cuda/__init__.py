@@ -3,8 +3,6 @@
 To use it, set ``NUMBA_ENABLE_CUDASIM=1`` in the environment before Python starts.
 """
 
-from __future__ import annotations
-
 from flashsim.cuda.kernels import trace
 
 __all__ = ["trace"]

@@ -1,7 +1,5 @@
 """Simulates ranks: the arrays in their memories, the transfers between them, and all counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Results are zeros, and -inf for the LSE, as in `torch.nn.functional.scaled_dot_product_attention`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

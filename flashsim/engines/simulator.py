@@ -1,7 +1,5 @@
 """`backend="simulator"`: runs the algorithms of `flashsim.algorithms` on simulated memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

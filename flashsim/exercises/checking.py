@@ -1,7 +1,5 @@
 """Check that an exercise's reference gets every point and that wrong solutions are explained."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

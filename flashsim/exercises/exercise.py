@@ -205,7 +205,7 @@ class Exercise:
 
     @property
     def title(self) -> str:
-        """The reference's source with its function renamed ``solution``, and with all comments."""
+        """The exercise's title: the first line of the statement."""
         return self.statement.strip().splitlines()[0].rstrip(".")
 
     @cached_property

@@ -4,8 +4,6 @@ A homework folder contains one file per kernel exercise, at the path `KernelExer
 contain a folder `tests`. Grading changes no file of the folder.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ record of the kernels' accesses. The grading process draws the inputs and comput
 results, and never runs the file.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import secrets

@@ -6,8 +6,6 @@ docs/guides/grader.md describes the consequences. The process gets inputs, but n
 solution, no right results and no points.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

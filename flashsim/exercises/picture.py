@@ -1,7 +1,5 @@
 """Plot the bytes that a solution moved beside the bytes that the reference moved."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The functions for results take (arrays, problem, dtype) and return outputs by na
 compares a solution with the float64 result; the error of the float32 result sets the tolerance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ To enforce the limits, the function `run` kills the process and all its children
 output than allowed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

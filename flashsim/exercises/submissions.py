@@ -5,8 +5,6 @@ which returns a recorded program. The grading process replays the program and ne
 docs/guides/grader.md describes what this separation protects from, and what it does not.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Explain in words why a solution lost points."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

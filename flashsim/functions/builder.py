@@ -1,8 +1,5 @@
 """`Builder` builds and simplifies expression graphs; `graph_of` reads a graph from a file."""
 
-from __future__ import annotations
-
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -159,7 +156,7 @@ def _plain(value: Any, kind: str) -> Any:
     """Return a constant, converted to a Python number of the given kind."""
     if kind == BOOL:
         return bool(value)
-    return math.trunc(value) if kind == INT else float(value)
+    return int(value) if kind == INT else float(value)
 
 
 def graph_of(entry: Any) -> Graph:

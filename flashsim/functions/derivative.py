@@ -6,8 +6,6 @@ no derivative. Where `minimum` or `maximum` has two equal arguments, the first o
 gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from functools import lru_cache

@@ -15,6 +15,7 @@ from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import ArraySpec, Graph, Node, needed
 from flashsim.functions.intervals import ranges_of_integers
 from flashsim.functions.operations import BOOL, FLOAT, INDICES, INT, SCORE
+from flashsim.functions.spans import HIGHEST, LOWEST, Range, Spans, roots
 
 _CUDA_TYPES = {BOOL: "bool", INT: "int", FLOAT: "float"}
 _ELEMENTS = {
@@ -100,7 +101,8 @@ class CudaSource(NamedTuple):
 
     `fields` lists the members of the struct `FlashCaptured` in order: first 8-byte pointers, then
     4-byte lengths. `arrays` has the score function's captured arrays, followed by the mask
-    function's. `gradients` names the captured arrays whose gradients the kernel accumulates.
+    function's and those of the mask's ranges. `gradients` names the captured arrays whose gradients
+    the kernel accumulates.
     """
 
     text: str
@@ -138,6 +140,7 @@ def cuda_source(
     tile: int | None = None,
     band: tuple[int, int] | None = None,
     ramp: tuple[tuple[int, ...], int] | None = None,
+    spans: Spans | None = None,
 ) -> CudaSource:
     """Return the CUDA source of a mask and a score function, either of which may be missing.
 
@@ -158,13 +161,18 @@ def cuda_source(
     multiplies the nodes `factors`, which depend only on the head, by an integer that grows by
     `steps` per key. The generated function `flash_ramp_step` returns by how much the product grows
     per key.
+
+    With `spans`, the generated functions `flash_keys` and `flash_queries` return the range of keys
+    that the mask keeps for a query, and the range of queries that it keeps for a key.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
+    functions_read, arrays = len(arrays), (*arrays, *(spans.arrays if spans else ()))
     first_of_mask = len(score.arrays) if score else 0
     wanted = tuple(a.name for a in (score.arrays if score else ()) if a.name in set(gradients))
-    fields = [Field(f"a{n}", "data", n) for n in range(len(arrays))]
+    fields = [Field(f"a{n}", "data", n) for n in range(functions_read)]
     fields += [Field(f"g{n}", "gradient", n) for n, a in enumerate(arrays[:first_of_mask])
                if a.name in wanted]  # fmt: skip
+    fields += [Field(f"a{n}", "data", n) for n in range(functions_read, len(arrays))]
     fields += [
         Field(f"a{n}_n{axis}", "length", n, axis)
         for n, a in enumerate(arrays)
@@ -184,7 +192,14 @@ def cuda_source(
         cuda = _Cuda(mask.nodes, mask.arrays, first_of_mask, extents, "m")
         per_head.append(cuda)
         functions += [*cuda.statements(), f"    return {cuda.name(mask.root)};"]
-    functions += ["}", _HEAD.format("float", "flash_score", "float s, ")]
+    functions += ["}"]
+    if mask is not None and spans is not None:
+        every = (*mask.arrays, *spans.arrays)
+        numbers = needed(spans.nodes, roots((spans.keys, spans.queries)))
+        cuda = _Cuda(spans.nodes, every, first_of_mask, extents, "r", numbers)
+        per_head.append(cuda)
+        functions += _range_lines(cuda, spans)
+    functions += [_HEAD.format("float", "flash_score", "float s, ")]
     if score is None:
         functions.append("    return s;")
     else:
@@ -207,6 +222,32 @@ _HEAD = """\
 __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, FlashAt q_at,
                                  FlashAt k_at) {{
     const int b = at.b, h = at.h, q = q_at, k = k_at;"""
+
+
+def _range_lines(cuda: _Cuda, spans: Spans) -> list[str]:
+    """Return the CUDA source of the functions `flash_keys` and `flash_queries`."""
+    lines = [
+        *("#define FLASH_RANGES 1", f"#define FLASH_KEYS_LOW {int(spans.keys.low is not None)}"),
+        f"#define FLASH_QUERIES_HIGH {int(spans.queries != Range(low=spans.queries.low))}",
+        "struct FlashRange { int low, high; };",
+    ]
+    ranges: tuple[tuple[str, str, Range], ...] = (
+        ("flash_keys", "q", spans.keys),
+        ("flash_queries", "k", spans.queries),
+    )
+    for name, position, kept in ranges:
+        low = str(LOWEST) if kept.low is None else cuda.name(kept.low)
+        high = str(HIGHEST) if kept.high is None else cuda.name(kept.high)
+        if kept.keep is not None:
+            high = f"{cuda.name(kept.keep)} ? {high} : {LOWEST - 1}"
+        lines += [
+            f"__device__ __forceinline__ FlashRange {name}(const FlashCaptured& c, "
+            f"const FlashHead& at, FlashAt {position}_at) {{",
+            f"    const int b = at.b, h = at.h, {position} = {position}_at;",
+            *cuda.statements(needed(spans.nodes, roots([kept]))),
+            *(f"    return {{{low}, {high}}};", "}"),
+        ]
+    return lines
 
 
 def _tile_lines(

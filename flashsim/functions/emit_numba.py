@@ -1,7 +1,5 @@
 """Generates Python source for Numba from an expression graph: one statement per node."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Forward-mode derivatives on NumPy arrays: a check of `derivative` that shares no code with it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`Graph`: a score or mask function as an expression graph, which can be evaluated on arrays."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ The bounds of a captured array's element are the array's minimum and maximum ove
 indices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

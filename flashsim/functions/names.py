@@ -1,7 +1,5 @@
 """Lists the functions that can be traced, by their names in Python, NumPy, torch and JAX."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -93,63 +91,57 @@ def _pow(a: Any, b: Any) -> Any:
     return r.symbol("pow", a, b)
 
 
+_exp, _log1p, _tanh, _erf, _sigmoid, _min, _max = map(
+    _applies, ("exp", "log1p", "tanh", "erf", "sigmoid", "min", "max")
+)
+
+
 def _where(condition: Any, a: Any, b: Any) -> Any:
     return _recorder_of((condition, a, b)).symbol("where", condition, a, b)
 
 
 def _clip(x: Any, min: Any = None, max: Any = None, **names: Any) -> Any:
-    r = _recorder_of((x, min, max))
+    _recorder_of((x, min, max))  # or raise
     low, high = names.pop("a_min", min), names.pop("a_max", max)
     if names:
         raise FunctionError(
             f"clip has no argument {next(iter(names))!r}; pass the limits as min= and max=, or "
             "as a_min= and a_max="
         )
-    x = x if low is None else r.symbol("max", x, low)
-    return x if high is None else r.symbol("min", x, high)
+    x = x if low is None else _max(x, low)
+    return x if high is None else _min(x, high)
 
 
 def _leaky_relu(x: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Any:
-    r = _recorder_of((x,))
-    return r.symbol("where", r.symbol("lt", x, 0), r.symbol("mul", x, negative_slope), x)
+    _recorder_of((x,))  # or raise
+    return _where(x < 0, x * negative_slope, x)
 
 
 def _sign(x: Any) -> Any:
-    r = _recorder_of((x,))
-    one = 1 if r.kind(x) != FLOAT else 1.0
-    return r.symbol(
-        "where", r.symbol("lt", 0, x), one, r.symbol("where", r.symbol("lt", x, 0), -one, 0 * one)
-    )
+    one = 1 if _recorder_of((x,)).kind(x) != FLOAT else 1.0
+    return _where(0 < x, one, _where(x < 0, -one, 0 * one))  # noqa: SIM300  (as nodes are numbered)
 
 
 def _softplus(x: Any) -> Any:
-    r = _recorder_of((x,))
-    tail = r.symbol("log1p", r.symbol("exp", r.symbol("neg", r.symbol("abs", x))))
-    return r.symbol("add", r.symbol("max", x, 0.0), tail)
+    tail = _log1p(_exp(-abs(x)))
+    return _max(x, 0.0) + tail
 
 
 def _silu(x: Any, inplace: bool = False) -> Any:
-    r = _recorder_of((x,))
-    return r.symbol("mul", x, r.symbol("sigmoid", x))
+    return x * _sigmoid(x)
 
 
 def _gelu(x: Any, approximate: Any = "none") -> Any:
-    r = _recorder_of((x,))
+    _recorder_of((x,))  # or raise
     if approximate in ("tanh", True):
-        inner = r.symbol("add", x, r.symbol("mul", 0.044715, _pow(x, 3)))
-        part = r.symbol("tanh", r.symbol("mul", (2 / math.pi) ** 0.5, inner))
+        part = _tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))
     else:
-        part = r.symbol("erf", r.symbol("mul", x, 0.5**0.5))
-    return r.symbol("mul", r.symbol("mul", 0.5, x), r.symbol("add", 1.0, part))
+        part = _erf(x * 0.5**0.5)
+    return 0.5 * x * (1.0 + part)
 
 
 def _logaddexp(a: Any, b: Any) -> Any:
-    r = _recorder_of((a, b))
-    return r.symbol(
-        "add",
-        r.symbol("max", a, b),
-        _softplus(r.symbol("neg", r.symbol("abs", r.symbol("sub", a, b)))),
-    )
+    return _max(a, b) + _softplus(-abs(a - b))
 
 
 def _trunc(x: Any) -> Any:
@@ -177,8 +169,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("pow", "power", "float_power"), _pow),
     **dict.fromkeys(("neg", "negative"), _applies("neg")),
     **dict.fromkeys(("abs", "absolute", "fabs"), _applies("abs")),
-    **dict.fromkeys(("min", "minimum", "fmin"), _applies("min")),
-    **dict.fromkeys(("max", "maximum", "fmax"), _applies("max")),
+    **dict.fromkeys(("min", "minimum", "fmin"), _min),
+    **dict.fromkeys(("max", "maximum", "fmax"), _max),
     **{
         name: _applies(name)
         for name in (
@@ -189,7 +181,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
         "expit": _applies("sigmoid"),
         "trunc": _trunc,
-        "relu": lambda x: _recorder_of((x,)).symbol("max", x, 0),
+        "relu": lambda x: _max(x, 0),
         "sign": _sign,
     },
     **{"leaky_relu": _leaky_relu, "masked_fill": lambda x, mask, value: _where(mask, value, x)},

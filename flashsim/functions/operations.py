@@ -3,8 +3,6 @@
 A value's kind is "b" (boolean), "i" (integer) or "f" (float).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

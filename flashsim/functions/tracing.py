@@ -6,8 +6,6 @@ accept symbols as indices, so flashsim calls a copy of the function in which `Ca
 replace the arrays.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import traceback

@@ -109,11 +109,18 @@ def replay_sets(
     (`place_of`, int32), a home partition (`home_of`, uint8) and a tile (`tile_of`, int32). The
     cache's state, changed in place, is `held`, int32, `touched`, int64, and `dirty`, bool, each
     (partitions, sets, ways), and `clock`, int64 (1,). Each tile's DRAM reads are added to
-    `fetched`, and DRAM writes to `lost`, int64 (tiles,), in lines.
+    `fetched`, and DRAM writes to `lost`, int64 (tiles,), in lines. Returns the number of lines that
+    requests load, and how many of these come from DRAM. Placeholders (`captured.Requests`) are
+    skipped.
     """
     partitions = held.shape[0]
+    loaded = missed = 0
     for r in range(len(ids)):
         tile, op = ids[r], codes[r] & 3
+        if tile >= len(first) - 1:
+            continue
+        if op == LOAD:
+            loaded += first[tile + 1] - first[tile]
         # The conversion keeps the type the same in both branches, so Numba compiles _way once.
         side = np.int64(codes[r] // SIDE if partitions == 2 else 0)
         for line in range(first[tile], first[tile + 1]):
@@ -130,6 +137,7 @@ def replay_sets(
             else:
                 if op != STORE:  # a store overwrites whole lines: nothing to fetch
                     fetched[tile] += 1
+                    missed += op == LOAD
                 way = _insert(held, touched, dirty, home, cache_set, line, clock[0], tile_of, lost)
             if op != LOAD:
                 dirty[home, cache_set, way] = True
@@ -139,3 +147,4 @@ def replay_sets(
                         held[1 - home, cache_set, copy] = -1
             elif home != side:
                 _insert(held, touched, dirty, side, cache_set, line, clock[0], tile_of, lost)
+    return loaded, missed

@@ -5,8 +5,6 @@ index expressions are evaluated, to find the cache lines of the array that each 
 are treated as a captured array that is indexed by the head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cached_property

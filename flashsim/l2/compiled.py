@@ -7,8 +7,6 @@ Because loading a file runs the file's code, the cache does not use a folder to 
 can write.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import int64, njit
+from numba.typed import Dict
 
 from flashsim.l2.compiled import keep
 from flashsim.schedule.names import LOAD
@@ -99,36 +100,12 @@ def distances(ids, codes, size):
 def tally(keys, weights):
     """Return the distinct integers in `keys`, unordered, and the sum of the weights per integer.
 
-    All integers must be at least 0. A hash table beats sorting, because millions of requests have
-    only thousands of distinct distances.
+    A dict beats sorting, because millions of requests have only thousands of distinct distances.
     """
-    bits = 12
-    table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)
-    held = 0
+    sums = Dict.empty(int64, int64)
     for k in range(len(keys)):
-        if 2 * held > len(table):
-            bits += 1
-            old, old_sums = table, sums
-            table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)
-            for at in range(len(old)):
-                if old[at] >= 0:
-                    to = _find(table, old[at])
-                    table[to], sums[to] = old[at], old_sums[at]
-        at = _find(table, keys[k])
-        if table[at] < 0:
-            table[at] = keys[k]
-            held += 1
-        sums[at] += weights[k]
-    used = table >= 0
-    return table[used], sums[used]
-
-
-@keep
-@njit
-def _find(table, key):
-    """Return a key's slot, or the free slot for the key, in a hash table of power-of-two length."""
-    mask = len(table) - 1
-    at = (key * 0x9E3779B97F4A7C1 >> 20) & mask  # Fibonacci hashing
-    while table[at] >= 0 and table[at] != key:
-        at = (at + 1) & mask
-    return at
+        sums[keys[k]] = sums.get(keys[k], 0) + weights[k]
+    found, totals = np.empty(len(sums), np.int64), np.empty(len(sums), np.int64)
+    for n, key in enumerate(sums):
+        found[n], totals[n] = key, sums[key]
+    return found, totals

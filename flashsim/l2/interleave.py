@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from flashsim.l2.caches import replay_sets
 from flashsim.l2.compiled import keep
 from flashsim.l2.launch import SIDE
 
@@ -65,9 +66,10 @@ def _ask(
 @keep
 @njit
 def weave(
-    walks, outers, ptr, inner, tile_of, several, requests, parts, head_of, stride, members, in_step,
-    flipped, cluster, time, block, done, heap, sides, pace, jitter, seed, keys_outside, out, codes,
-    ranks, turns, since, turn,
+    walks, outers, ptr, inner, slower, tile_of, several, requests, parts, head_of, stride, members,
+    in_step, flipped, cluster, time, block, done, heap, sides, pace, jitter, seed, keys_outside,
+    out, codes, ranks, turns, since, turn, wait, lines, places, homes, line_tiles, held, touched,
+    dirty, clock, fetched, lost,
 ):  # fmt: skip
     """Write all requests of one kernel in the order in which the SMs issue them; return how many.
 
@@ -77,8 +79,9 @@ def weave(
     `members`). Clusters of n consecutive blocks (n = `cluster`) own one entry, and divide the
     visits into consecutive ranges. The cluster's first block also makes the requests before and
     after the visits. Blocks run in ``len(time)`` slots; when a block ends, the next block starts in
-    the same slot. A visit takes 1 unit of time, plus a random number between -`jitter` and
-    `jitter`. With `ranks`, `cluster` is 1, and visit v waits until ``ranks[v]`` visits to the same
+    the same slot. Visit v takes 1 unit of time, plus ``slower[v]``, plus `wait` times the fraction
+    of its loaded lines that come from DRAM, plus a random number between -`jitter` and `jitter`.
+    With `ranks`, `cluster` is 1, and visit v waits until ``ranks[v]`` visits to the same
     inner tile have started. `turn` is the least time between the starts of two visits to the same
     inner tile.
 
@@ -97,6 +100,9 @@ def weave(
     starts with the first blocks' numbers, and `heap`, int64, with the slots' numbers. Two work
     arrays, (query heads, inner tiles), start as zeros. `turns`, int32, holds how many visits to an
     inner tile have started. `since`, float64, holds when the next visit may start.
+
+    If `wait` is positive, the arguments from `lines` on are those of `caches.replay_sets` from
+    `first` on: a cache that the requests go through as they are issued. Its state changes.
     """
     blocks = len(walks)
     n, no_inner, draw = np.int64(0), np.int64(0), np.int64(seed)
@@ -131,6 +137,7 @@ def weave(
                 continue
             turns[head + member, tile] += 1
             since[head + member, tile] = time[slot] + turn
+        issued, v = n, np.int64(0)
         if done[slot] == 0 and rank == 0:
             n = _ask(
                 requests, parts[0], parts[1], head_of, head, outer, own, no_inner,
@@ -147,15 +154,31 @@ def weave(
                 requests, parts[1], parts[2], head_of, head + member, outer, own,
                 np.int64(inner[ptr[outer] + v]), keys_outside, side, out, codes, n,
             )  # fmt: skip
+        takes = 1.0
+        if total:
+            takes += slower[ptr[outer] + v]
+        if wait > 0.0:
+            loaded, missed = replay_sets(
+                out[issued:n], codes[issued:n], lines, places, homes, line_tiles, held, touched,
+                dirty, clock, fetched, lost,
+            )  # fmt: skip
+            if loaded:
+                takes += wait * missed / loaded
+            issued = n
         done[slot] += 1
         draw = (draw * 1103515245 + 12345) & 0x7FFFFFFF  # a linear congruential generator
-        time[slot] += pace[slot] * (1.0 + jitter * (draw / 0x40000000 - 1.0))
+        time[slot] += pace[slot] * (takes + jitter * (draw / 0x40000000 - 1.0))
         if done[slot] >= total:
             after = 3 if several[outer] else 2
             if rank == 0:
                 n = _ask(
                     requests, parts[after], parts[after + 1], head_of, head, outer, own, no_inner,
                     keys_outside, side, out, codes, n,
+                )  # fmt: skip
+            if wait > 0.0:
+                replay_sets(
+                    out[issued:n], codes[issued:n], lines, places, homes, line_tiles, held, touched,
+                    dirty, clock, fetched, lost,
                 )  # fmt: skip
             done[slot] = 0
             if started < blocks:

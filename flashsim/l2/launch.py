@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,15 @@ WALKS = ("straight", "sawtooth", "in-step")
 
 #: Added to the code of a request if it comes from an SM of the second partition.
 SIDE = 4
+
+
+class Shares(NamedTuple):
+    """Times of an `L2Model`, relative to the time of one visit."""
+
+    jitter: float
+    wait: float
+    turn: float
+    masked: float
 
 
 @own_errors
@@ -58,9 +68,13 @@ class L2Model:
         its own SMs read from the other half. So data that all SMs read is in L2 twice.
     jitter : float
         The largest random deviation of a visit's time, in seconds; each visit draws its deviation
-        uniformly. Without jitter, a visit takes as long as its matrix products at the device's
-        peak. If that peak is unknown for the dtype, or if `jitter` is 0, all blocks advance at the
-        same speed.
+        uniformly. A visit takes as long as its matrix products at the device's peak, plus `masked`
+        and `wait`. If that peak is unknown for the dtype, all blocks advance at the same speed.
+    masked : float
+        Additional instructions per score of a visit whose tile is masked in part.
+    wait : float
+        The seconds that a visit takes longer if all lines that it loads come from DRAM. With
+        `ways=None`, visits do not wait.
     turn : float
         For "in-turns": the seconds between two blocks' additions to the same row tile's dQ. The
         default fits six launches on an H200 (docs/notebooks/l2.md).
@@ -87,7 +101,9 @@ class L2Model:
     walk: str = "straight"
     blocks_per_sm: int | None = None
     partitions: int | None = None
-    jitter: float = 0.35e-6
+    jitter: float = 0.25e-6
+    masked: float = 3.0
+    wait: float = 0.1e-6
     turn: float = 1.2e-6
     ways: int | None = 16
     flush: bool = True
@@ -117,11 +133,13 @@ class L2Model:
                 "partitions=2; pass partitions=1, or a number as ways="
             )
         checks.flag("flush", self.flush)
-        for name in ("jitter", "turn"):
+        for name in ("jitter", "wait", "turn"):
             if not 0 <= checks.number(name, getattr(self, name)) < 1e-3:
                 raise OptionError(
                     f"{name} must be at least 0 and below 1e-3 seconds, got {getattr(self, name)!r}"
                 )
+        if not 0 <= checks.number("masked", self.masked) <= 1000:
+            raise OptionError(f"masked must be between 0 and 1000, got {self.masked!r}")
         checks.seed(self.seed)
 
     def parts(self, device: Device) -> int:
@@ -135,10 +153,21 @@ class L2Model:
 
     def shares(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
-    ) -> tuple[float, float]:
-        """Return `jitter` (at most 1) and `turn` in units of the time that one visit takes."""
+    ) -> Shares:
+        """Return `jitter`, `wait`, `turn` and the time of `masked`, in units of a visit's time."""
         seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
-        return (min(1.0, self.jitter / seconds), self.turn / seconds) if seconds else (0.0, 0.0)
+        if not seconds:
+            return Shares(0.0, 0.0, 0.0, 0.0)
+        tile = schedule.tiling.clip(schedule.problem, schedule.split)
+        instructions = self.masked * tile.block_q * tile.block_k
+        each = device.peak("float32", tensor_cores=False) / 2 / self.slots(stage, schedule, device)
+        wait = 0.0 if self.ways is None else self.wait
+        return Shares(
+            min(1.0, self.jitter / seconds),
+            wait / seconds,
+            self.turn / seconds,
+            instructions / each / seconds,
+        )
 
     def visit_seconds(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str

@@ -17,6 +17,7 @@ from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
+from flashsim.schedule import plans
 
 OPS = ("read", "write", "pending")
 
@@ -156,13 +157,14 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
         with elements of another captured array.
     """
     model = _model(requested, model)
-    tiles, streams = _streams(requested, model)
-    whole = model.ways is None
-    cache = _WholeTiles(tiles, requested.device) if whole else _Sets(tiles, requested.device, model)
+    r, whole = requested, model.ways is None
+    tiles = _tiles(r)
+    cache = _WholeTiles(tiles, r.device) if whole else _Sets(tiles, r.device, model)
     stages: list[StageDram] = []
-    for part in streams:
+    for stage in r.stages:
+        part = _stream(r, stage, tiles, model, cache.copy() if isinstance(cache, _Sets) else None)
         read, written = cache.replay(part)
-        last = len(stages) + 1 == len(requested.stages)
+        last = len(stages) + 1 == len(r.stages)
         # Otherwise the next kernel may still use the dirty lines.
         pending = cache.drain() if model.flush or last else {}
         stages.append(StageDram(part.stage.name, read, written, pending))
@@ -198,13 +200,27 @@ def _model(requested: Traffic, model: L2Model | None) -> L2Model:
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
 
 
-def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[Stream]]:
+def _tiles(requested: Traffic) -> TileNumbers:
     r = requested
-    tiles = numbers_of(r.problem, r.schedule(r.stages[0]), r.algorithm, r.direction)
-    return tiles, (
-        stream(stage, r.schedule(stage), tiles, r.algorithm, r.direction, r.device, model)
-        for stage in r.stages
-    )
+    return numbers_of(r.problem, r.schedule(r.stages[0]), r.algorithm, r.direction)
+
+
+def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[Stream]]:
+    """Return the tiles and every stage's requests, of visits that do not wait for lines."""
+    tiles = _tiles(requested)
+    return tiles, (_stream(requested, stage, tiles, model) for stage in requested.stages)
+
+
+def _stream(
+    requested: Traffic,
+    stage: plans.Stage,
+    tiles: TileNumbers,
+    model: L2Model,
+    cache: tuple[np.ndarray, ...] | None = None,
+) -> Stream:
+    r = requested
+    given = r.algorithm, r.direction, r.device, model
+    return stream(stage, r.schedule(stage), tiles, *given, cache)
 
 
 class _WholeTiles:
@@ -282,6 +298,12 @@ class _Sets:
     def _empty(self) -> None:
         self.held, self.touched = np.full(self.shape, -1, np.int32), np.zeros(self.shape, np.int64)
         self.dirty, self.clock = np.zeros(self.shape, bool), np.zeros(1, np.int64)
+
+    def copy(self) -> tuple[np.ndarray, ...]:
+        """Return arguments of `caches.replay_sets`, with copies of the cache's state."""
+        state = (x.copy() for x in (self.held, self.touched, self.dirty, self.clock))
+        counts = np.zeros((2, len(self.tiles.size)), np.int64)
+        return self.first, self.places, self.homes, self.tile_of, *state, *counts
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
         """Replay a kernel's requests; return the DRAM bytes read and written, by tensor."""

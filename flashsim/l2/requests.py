@@ -17,6 +17,7 @@ from flashsim.schedule import plans
 from flashsim.schedule.dq_order import turns
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Csr, Schedule
+from flashsim.schedule.tables import MASKED
 from flashsim.schedule.tensors import (
     COL,
     QUERY,
@@ -125,7 +126,7 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
         sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)
     )
     if stage.parts:
-        _, inner, tile_of, several = _visits(stage, schedule)
+        _, inner, _, tile_of, several = _visits(stage, schedule)
         outers, visits, divided = len(tile_of), len(inner), int(several.sum())
     else:
         outers, divided = schedule.t_r if stage.outer == "queries" else schedule.t_c, 0
@@ -167,8 +168,12 @@ def stream(
     direction: str,
     device: Device,
     model: L2Model,
+    cache: tuple[np.ndarray, ...] | None = None,
 ) -> Stream:
     """Return one kernel's requests to L2, interleaved as thread blocks would issue requests.
+
+    `cache` has the arguments of `caches.replay_sets` from `first` on: a cache in which visits find
+    their lines, or wait for them. Its state changes. Without `cache`, visits do not wait.
 
     Raises
     ------
@@ -191,7 +196,7 @@ def stream(
     n = requests(stage, schedule)
     if n > MOST_REQUESTS:
         raise _too_many(stage, n)
-    ptr, inner, tile_of, several = _visits(stage, schedule)
+    ptr, inner, masked, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
     if model.launch == "in-turns" and any(move.op == "reduce" for move in stage.visit):
         columns, ranks = turns(ptr, inner)
@@ -203,21 +208,24 @@ def stream(
     cluster = model.cluster if stage.outer == "keys" and stage.visit and not len(ranks) else 1
     walks, outers, flipped = (np.repeat(x, cluster) for x in (walks, outers, flipped))
     slots = min(model.slots(stage, schedule, device), len(walks))
-    jitter, turn = model.shares(stage, schedule, device, algorithm, direction)
+    share = model.shares(stage, schedule, device, algorithm, direction)
+    wait = 0.0 if cache is None else share.wait
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
     table, edges = (
         [row for part in parts for row in part],
         np.cumsum([0, before, each, whole, part]),
     )
     written = weave(
-        *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32)),
+        *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32), masked * share.masked),
         *(tile_of.astype(np.int32), several),
         *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage, schedule.members)),
         *(stride, members, in_step, flipped, cluster),
         *(np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
-        *(np.arange(slots), model.sides(slots, device), _pace(slots, device), jitter, model.seed),
+        *(np.arange(slots), model.sides(slots, device), _pace(slots, device)),
+        *(share.jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
-        *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), turn),
+        *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), share.turn),
+        *(wait, *(_no_cache() if cache is None else cache)),
     )
     assert written == n
     expanded = touched.expand(ids, codes, MOST_REQUESTS)
@@ -232,6 +240,18 @@ def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
         f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (bytes per head hardly change "
         "once there are many more blocks than run at once)"
     )
+
+
+def _no_cache() -> tuple[np.ndarray, ...]:
+    """Return arguments of the types that `caches.replay_sets` takes from `first` on."""
+    lines = (
+        np.zeros(1, np.int64),
+        np.zeros(0, np.int32),
+        np.zeros(0, np.uint8),
+        np.zeros(0, np.int32),
+    )
+    held, touched, dirty = (np.zeros((1, 1, 1), kind) for kind in (np.int32, np.int64, bool))
+    return *lines, held, touched, dirty, *np.zeros((3, 1), np.int64)
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
@@ -252,12 +272,13 @@ def _shape(problem: Problem, name: str) -> TensorShape:
 
 def _visits(
     stage: plans.Stage, schedule: Schedule
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return each thread block's visits and outer tile, as ``(ptr, inner, tile_of, several)``.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return each block's visits and outer tile: ``(ptr, inner, masked, tile_of, several)``.
 
-    A block owns an outer tile. If a row tile's keys are split over several blocks, each block owns
-    one part (`several` is True). In a stage that merges partial results, a block owns a row tile,
-    and visits the row tile's parts.
+    `masked`, bool, says which visits have a tile that is masked in part. A block owns an outer
+    tile. If a row tile's keys are split over several blocks, each block owns one part (`several` is
+    True). In a stage that merges partial results, a block owns a row tile, and visits the row
+    tile's parts.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -269,18 +290,21 @@ def _visits(
         if stage.parts == "merges":
             merged = np.flatnonzero(schedule.merged)
             ptr = np.concatenate([[0], np.cumsum(counts[merged])])
-            return ptr, np.flatnonzero(several), merged, np.zeros(len(merged), bool)
-        ptr, inner, _ = schedule.row_csr
+            parts = np.flatnonzero(several)
+            return ptr, parts, np.zeros(len(parts), bool), merged, np.zeros(len(merged), bool)
+        ptr, inner, kind = schedule.row_csr
         nth = np.arange(len(tile)) - first[tile]
         starts = ptr[tile] + np.diff(ptr)[tile].astype(np.int64) * nth // counts[tile]
-        return np.append(starts, len(inner)), inner, tile, several
+        return np.append(starts, len(inner)), inner, kind == MASKED, tile, several
     if not stage.visit:
-        return np.zeros(t_outer + 1, np.int64), np.zeros(0, np.int32), own, alone
+        none = np.zeros(0, np.int32)
+        return np.zeros(t_outer + 1, np.int64), none, none > 0, own, alone
     if stage.per == "bias":
         t_inner = schedule.t_c if by_row else schedule.t_r
-        return np.arange(t_outer + 1) * t_inner, np.tile(np.arange(t_inner), t_outer), own, alone
+        every = np.tile(np.arange(t_inner), t_outer)
+        return np.arange(t_outer + 1) * t_inner, every, every < 0, own, alone
     csr: Csr = schedule.row_csr if by_row else schedule.col_csr
-    return csr[0], csr[1], own, alone
+    return csr[0], csr[1], csr[2] == MASKED, own, alone
 
 
 def _requests(

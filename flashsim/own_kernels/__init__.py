@@ -4,8 +4,6 @@ A frontend such as `flashsim.triton` executes a kernel and records its accesses 
 `KernelTrace` analyses the recorded accesses. This package depends on neither Triton nor Pallas.
 """
 
-from __future__ import annotations
-
 from flashsim.own_kernels.kernel_trace import KernelTrace
 from flashsim.own_kernels.record import ATOMIC
 from flashsim.own_kernels.recorder import Recorder

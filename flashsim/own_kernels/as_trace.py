@@ -1,7 +1,5 @@
 """Converts the record of a kernel's accesses to a `Trace`, for pictures, tables and files."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.counts.work import KINDS

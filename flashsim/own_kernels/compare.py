@@ -1,7 +1,5 @@
 """Compares a kernel's bytes with a formula for its tile sizes, and explains excess bytes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

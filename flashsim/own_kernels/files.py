@@ -1,7 +1,5 @@
 """Imports a user's Python file in the way in which Python runs a script."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

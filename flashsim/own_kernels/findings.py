@@ -1,7 +1,5 @@
 """Warnings about a kernel, each with its source line and program."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ A kernel gets only pointers, so a record only says which elements were accessed.
 `Geometry` also finds the axis along which each tensor is tiled: queries, keys or, for scores, both.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Map a kernel's parameter names to the names of the FlashAttention papers ("k_ptr" to "K")."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 

@@ -5,8 +5,6 @@ of the grid, as soon as the device has room for them. Each running program makes
 step.
 """
 
-from __future__ import annotations
-
 import heapq
 from itertools import pairwise
 from typing import Any, cast

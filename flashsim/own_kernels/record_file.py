@@ -3,8 +3,6 @@
 The bytes are an .npz archive of plain arrays, so a reader runs no code from the file.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """`Recorder`: collects a kernel's accesses and FLOPs from the frontends that run kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`KernelTensor`: the memory layout of a kernel's argument, and the element at each offset."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ A new visit begins when an inner-loop tensor is accessed at a new tile, so two l
 one iteration belong to one visit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ The errors name the argument and the value: `DTypeError` for a value of the wron
 for lengths and shapes, and `OptionError` for other invalid values.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Checks which keys of a KV cache are live (in use): lengths, pages and a shared prefix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ of random signs times a Hadamard matrix divided by sqrt(d). QuIP# (arXiv:2402.04
 FlashAttention-3 (arXiv:2407.08608, section 3.3) use this method.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.errors import ShapeError

@@ -5,8 +5,6 @@ and hi are floors of linear functions of the outer tile's number, clipped to the
 every sum in this module is a sum of floors.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

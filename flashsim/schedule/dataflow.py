@@ -23,8 +23,6 @@ Five rules keep one dataflow valid for many problems:
 - In a problem with FP8 scales, each tile of Q, K or V is loaded together with its scales.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 Outer = Literal["queries", "keys"]

@@ -1,7 +1,5 @@
 """A fixed order in which thread blocks add to dQ, so that timing does not change the sums."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """`SavedMask`: the tiles that a mask function kept; a trace file cannot store the function."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """Computes how many heads a kernel processes at once, so that L2 holds the heads' shared data."""
 
-from __future__ import annotations
-
 from flashsim.problem.problem import Problem
 from flashsim.schedule.plans import Stage, heads_of
 

@@ -1,7 +1,5 @@
 """The names and codes of operations in a trace's events, and the papers' tensor names."""
 
-from __future__ import annotations
-
 #: Operations. `load`, `store` and `reduce` move bytes between HBM and SRAM; the others do not.
 OPS = ("load", "store", "reduce", "alloc", "free", "compute")
 LOAD, STORE, REDUCE, ALLOC, FREE, COMPUTE = range(len(OPS))

@@ -1,7 +1,5 @@
 """Computes an algorithm's stages for one problem: moves with their sizes, and on-chip buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

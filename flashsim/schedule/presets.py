@@ -1,7 +1,5 @@
 """A table of the tile sizes that published FlashAttention kernels use."""
 
-from __future__ import annotations
-
 #: Tiles of published kernels: {kernel: {largest head_dim: (tile, tile with a causal mask)}}, where
 #: a tile is (block_q, block_k). Source: Dao-AILab/flash-attention at commit 0251105a, for 16-bit
 #: inputs with head_dim_v = head_dim. The FA2 tiles are those for an A100 without dropout, from

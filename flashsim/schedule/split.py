@@ -4,8 +4,6 @@ FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) distributes the keys of each 
 GPU has over a hundred SMs, but a single query with eight key heads yields only eight row tiles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Chooses the number of parts of the keys, and computes how many thread blocks fill a device."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from flashsim.problem.hardware import KIB, Device

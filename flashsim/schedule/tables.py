@@ -1,7 +1,5 @@
 """Builds the tables of tiles, and refuses problems that need too large tables."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.errors import TilingError, UnsupportedError

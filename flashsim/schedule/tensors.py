@@ -1,7 +1,5 @@
 """The layout of each tensor in HBM: the axis that is cut into tiles, and the number of bytes."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import NamedTuple

@@ -10,8 +10,6 @@ the SMs' operations falls in proportion to the clock: a matrix product took 1.06
 1,980 MHz, and 0.82 at 1,540 MHz. HBM's energy does not depend on the clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt

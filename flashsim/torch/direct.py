@@ -38,7 +38,11 @@ NAMES = (
 
 
 class Ready:
-    """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`."""
+    """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`.
+
+    `output(q, k, v)` is the forward pass without the LSE, and `by_token(q, k, v)` returns its
+    result as (batch, n_q, heads, head_dim_v), contiguous.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
         self.question = dict(zip(NAMES, question, strict=True))
@@ -47,9 +51,12 @@ class Ready:
         self._run = ops.keywords(**run)
         self._deterministic = deterministic
         self.forward: Any = self._slow_forward
+        self.output: Any = self._output
+        self.by_token: Any = self._by_token
         self.backward: Any = self._slow_backward
         if _few(q, k, v) and self._run["backend"] == "cupy":
-            self.forward = _decoder(q, k, v, Request(**self._run))
+            self.forward = decoder = _decoder(q, k, v, Request(**self._run))
+            self.output, self.by_token = decoder.output, decoder.by_token
             return
         asked, job = ask(Request(**self._run), *map(readable, (q, k, v)))
         if asked.empty or asked.ndim != 4:
@@ -73,6 +80,12 @@ class Ready:
     def _slow_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result = execution.run(*map(readable, (q, k, v)), **self._run)
         return result.out, result.lse
+
+    def _output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.forward(q, k, v)[0]
+
+    def _by_token(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.forward(q, k, v)[0].transpose(1, 2).contiguous()
 
     def _slow_backward(
         self,
@@ -151,42 +164,56 @@ def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
 
 _READY: dict[tuple[Any, ...], Ready] = {}
 _MOST = 1024
+#: Calls of `_READY` by the exact shapes of k and v. A token of a decoding loop looks up all layers
+#: but the first here, and does not round the number of keys.
+_EXACT: dict[tuple[Any, ...], Ready] = {}
+_MOST_EXACT = 256
 
 
 def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
     """Return the cached `Ready` for these tensor types; if none is cached, check the call first."""
     key = _key(q, k, v, question)
-    found = _READY.get(key)
-    return _kept(key, Ready(q, k, v, question)) if found is None else found
+    found = _EXACT.get(key)
+    return _found(key, q, k, v) or first(key, q, k, v, question) if found is None else found
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the cache key of a call, which includes the options' types, because True equals 1."""
-    of_k, of_v = k.shape, v.shape
-    if q.is_cuda and _few(q, k, v):
-        n = about(of_k[2])
-        of_k, of_v = (*of_k[:2], n, of_k[3]), (*of_v[:2], n, of_v[3])
     return (
-        *(q.shape, of_k, of_v, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *(q.layout, k.layout, v.layout, asked, *map(type, asked)),
     )
 
 
-def _kept(key: tuple[Any, ...], call: Ready) -> Ready:
-    if len(_READY) >= _MOST:
-        _READY.clear()
-    _READY[key] = call
+def _rounded(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Return the key of `_READY`, in which calls with few queries have a rounded number of keys."""
+    if not _few(q, k, v):
+        return key
+    of_q, of_k, of_v, *rest = key
+    n = about(of_k[2])
+    return of_q, (*of_k[:2], n, of_k[3]), (*of_v[:2], n, of_v[3]), *rest
+
+
+def _found(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Ready | None:
+    """Return the call that `_READY` has for a key, and add it to `_EXACT`."""
+    call = _READY.get(_rounded(key, q, k, v))
+    if call is not None:
+        if len(_EXACT) >= _MOST_EXACT:
+            _EXACT.clear()
+        _EXACT[key] = call
     return call
 
 
 def unwatched() -> bool:
-    """Return True if no mode, transform or tracer of torch observes operators."""
+    """Return True if no mode, transform or tracer of torch observes operators.
+
+    The function does not ask whether torch.compile traces the code.
+    """
     return not (
         _C._len_torch_dispatch_stack()
         or _C._are_functorch_transforms_active()
         or _AD._current_level >= 0
         or _C._get_tracing_state() is not None
-        or torch.compiler.is_compiling()
     )
 
 
@@ -195,17 +222,25 @@ def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None,
     if not type(q) is type(k) is type(v) is Tensor or not unwatched():
         return None, ()
     try:
-        if q.is_neg() or k.is_neg() or v.is_neg() or q.is_meta:
+        if q.is_neg() or k.is_neg() or v.is_neg():
             return None, ()
         key = _key(q, k, v, asked)
-        return _READY.get(key), key
+        call = _EXACT.get(key)
+        if call is not None:
+            return call, key
+        return (None, ()) if q.is_meta else (_found(key, q, k, v), key)
     except (RuntimeError, TypeError):  # a nested tensor; a value that has no hash
         return None, ()
 
 
 def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
     """Check a call of `attention`, and cache a `Ready` under the key that `known` returned."""
-    return _kept(key, Ready(q, k, v, question))
+    call = Ready(q, k, v, question)
+    if len(_READY) >= _MOST:
+        _READY.clear()
+        _EXACT.clear()
+    _READY[_rounded(key, q, k, v)] = call
+    return call
 
 
 def attend(
@@ -214,8 +249,14 @@ def attend(
     """Run a checked call eagerly, with a gradient if q, k or v requires one."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attend.apply(q, k, v, call, with_lse)
-    got = call.forward(q, k, v)
-    return got if with_lse else got[0]
+    return call.forward(q, k, v) if with_lse else call.output(q, k, v)
+
+
+def by_token(call: Ready, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Run a checked call as `attend` does; return the output as (batch, n_q, heads, head_dim_v)."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attend.apply(q, k, v, call, False).transpose(1, 2).contiguous()
+    return call.by_token(q, k, v)
 
 
 class _Attend(torch.autograd.Function):
@@ -242,7 +283,7 @@ class _Attend(torch.autograd.Function):
             dout = torch.zeros_like(out)
         mapped = _C._functorch.is_legacy_batchedtensor(dout)  # by is_grads_batched
         eager = type(dout) is Tensor and not mapped and unwatched()
-        if eager and not torch.is_grad_enabled():
+        if eager and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             dq, dk, dv = ctx.call.backward(q, k, v, out, lse, dout, dlse)
         else:  # also for a second derivative, which the operator refuses
             given = dout, out, lse, dlse, q, k, v, None, None, None

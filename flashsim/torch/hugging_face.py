@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar, NoReturn
@@ -29,7 +29,7 @@ from transformers import (
 from flashsim.errors import UnsupportedError
 from flashsim.torch import hugging_face_packed
 from flashsim.torch.decoding import decode
-from flashsim.torch.functional import attention
+from flashsim.torch.functional import again, attention
 from flashsim.torch.masks import has_values
 
 #: Queries of a call that decodes.
@@ -80,6 +80,7 @@ class Band:
     keys, queries : False for padding, whose rows get zeros, (batch, n); None means no padding
     starts, stops : where each sequence's keys begin and end, int32 (batch,), for `decode` of few
         queries without padding; nothing is packed then, and `keys` may be None for a static cache
+    plain : True if there is no padding, and no limits that differ between sequences
     whole : returns the mask as a boolean tensor, for a model that reshapes or slices its mask
     """
 
@@ -90,15 +91,16 @@ class Band:
     whole: Callable[[], Tensor] | None = None
     starts: Tensor | None = None
     stops: Tensor | None = None
+    plain: bool = field(init=False)
 
     # For a static cache, `generate` makes the mask itself and passes it to the model, which passes
     # it back to `mask` if it looks like a mask of four axes.
     ndim: ClassVar[int] = 4
 
-    @property
-    def plain(self) -> bool:
-        """Return True if the band has no padding, and no limits that differ between sequences."""
-        return self.keys is self.queries is self.starts is self.stops is None
+    def __post_init__(self) -> None:
+        """Note whether the band has no padding, and no limits that differ between sequences."""
+        plain = self.keys is self.queries is self.starts is self.stops is None
+        object.__setattr__(self, "plain", plain)
 
     def contiguous(self) -> Band:
         """Return this `Band` itself, unchanged."""
@@ -339,15 +341,21 @@ def attend(
         and position_bias is None
         and _SPECIAL.isdisjoint(rest)
     ):  # the usual call of a layer, in as little of the host's time as possible
-        out = attention(
-            *(query, key, value),
-            causal=attention_mask.causal,
-            window=attention_mask.window,
-            softcap=softcap or 0.0,
-            scale=scaling,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return out.transpose(1, 2).contiguous(), None
+        causal, window = attention_mask.causal, attention_mask.window
+        ordered = torch.are_deterministic_algorithms_enabled()
+        asked = causal, window, softcap or 0.0, scaling, "flash2", ordered, None
+        out = again(query, key, value, asked)
+        if out is None:
+            out = attention(
+                *(query, key, value),
+                causal=causal,
+                window=window,
+                softcap=softcap or 0.0,
+                scale=scaling,
+                deterministic=ordered,
+            )
+            out = out.transpose(1, 2).contiguous()
+        return out, None
     _refuse(dropout, rest)
     sinks = next((rest[name] for name in _SINKS if rest.get(name) is not None), None)
     if isinstance(attention_mask, Band):

@@ -84,22 +84,18 @@ class Archive:
                 f"the array {name} in the file must have shape {tuple(shape)}, got {stored_shape}"
             )
         array = np.empty(shape, dtype)  # a page uses memory only once it is written
-        raw = memoryview(array.reshape(-1).view(np.uint8).data)
         rows = max(1, _PART_BYTES // (array[:1].nbytes or 1))
-        with self._zip.open(self._infos[name]) as opened:
-            member: Any = opened  # a zipfile.ZipExtFile, which has `readinto`
+        with self._zip.open(self._infos[name]) as member:
             np.lib.format.read_magic(member)
             np.lib.format.read_array_header_1_0(member)
             for first in range(0, len(array), rows):
                 part = array[first : first + rows]
-                at, stop = first * array[:1].nbytes, first * array[:1].nbytes + part.nbytes
-                while at < stop:
-                    got = member.readinto(raw[at:stop])
-                    if not got:
-                        raise ValueError(
-                            f"the array {name} in the file has fewer bytes than its shape implies"
-                        )
-                    at += got
+                data = member.read(part.nbytes)
+                if len(data) < part.nbytes:
+                    raise ValueError(
+                        f"the array {name} in the file has fewer bytes than its shape implies"
+                    )
+                part[...] = np.frombuffer(data, dtype).reshape(part.shape)
                 if check is not None:
                     check(part)
             if member.read(1):  # zipfile compares the checksum when it reaches the end

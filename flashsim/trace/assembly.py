@@ -5,8 +5,6 @@ executed visits, and the bytes of every transfer. So the trace shows a tile that
 moves only in part.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.schedule.names import ALLOC, CODES, COMPUTE, FREE

@@ -1,7 +1,5 @@
 """`counted`: builds a trace without a run, from the dataflow table and a schedule."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.counts.traffic import Traffic, strip_rows

@@ -43,7 +43,6 @@ from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.schedule.file_mask import Csr, SavedMask
 from flashsim.schedule.names import OPS, TENSORS
-from flashsim.schedule.plans import Stage
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace import validate
@@ -301,7 +300,8 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     problem = validate.problem(header["problem"], **masks)
 
     names, algorithm, direction = header["names"], header["algorithm"], header["direction"]
-    stages, walks = [], []
+    stages: list[StageTrace] = []
+    limits: list[validate.StageLimits] = []
     for n, entry in enumerate(header["stages"]):
         mine = own is not None
         walk, tiling, repeat, stride = validate.stage(
@@ -314,14 +314,14 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
             )
         how = walk.outer, entry["key_order"], walk.dense, validate.split(entry)
         schedule = Schedule(problem, tiling, *how)
-        table = _events(archive, n, shapes, walk, problem, tiling, names, tensors, own=mine)
+        limits.append(validate.StageLimits(walk, problem, tiling, own=mine))
+        table = _events(archive, f"events_{n}", shapes, limits[-1], names, tensors)
         costs = None
         if mine:
             validate.shape_of_costs(shapes[f"costs_{n}"], table)
             costs = read(f"costs_{n}")
             validate.own_costs(costs)
         stages.append(StageTrace(walk, schedule, repeat, stride, table, costs))
-        walks.append((walk, tiling))
     validate.moved(stages)
     timeline = None
     if "timeline_sm" in shapes:
@@ -330,7 +330,7 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         timeline = _unpack_timeline(shapes, read)
         _recode(timeline, names, tensors)
         timeline.setflags(write=False)
-        validate.timeline(timeline, walks, problem)
+        validate.timeline(timeline, limits, problem)
     return Recording(
         problem,
         Device(**header["device"]),
@@ -347,27 +347,23 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
 
 def _events(
     archive: Archive,
-    n: int,
+    name: str,
     shapes: Mapping[str, tuple[int, ...]],
-    walk: Stage,
-    problem: Problem,
-    tiling: Tiling,
+    limits: validate.StageLimits,
     names: dict[str, list[str]],
     tensors: Sequence[str],
-    *,
-    own: bool,
 ) -> np.ndarray:
-    """Return the read-only events of a file's stage `n`, with the current version's codes."""
-    (length,) = shapes[f"events_{n}"]
-    validate.length_of_events(length, walk, problem, tiling, own=own)
+    """Return a stage's read-only events from a file, with the current version's codes."""
+    (length,) = shapes[name]
+    limits.check_length(length)
 
     def check(part: Structured) -> None:
         _recode(part, names, tensors)
-        validate.events(part, walk, problem, tiling, length, own=own)
+        limits.check_events(part, length)
 
-    table = archive.read(f"events_{n}", EVENT, (length,), check)
+    table = archive.read(name, EVENT, (length,), check)
     table.setflags(write=False)
-    validate.order(table, walk)
+    validate.order(table, limits.what)
     return table
 
 

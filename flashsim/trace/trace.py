@@ -159,7 +159,7 @@ class Trace(Recording, questions.Answers):
                 extent = [stage.repeat * n for n in stage.extent(tiles)]
                 flops.update(total_flops(ops, *extent))
                 chip.update(on_chip_bytes(ops, stage.stage, *extent))
-        return flops, chip
+        return dict(flops), dict(chip)
 
     # -- SRAM -----------------------------------------------------------------------------------
 

@@ -269,45 +269,14 @@ def _check_buffers(buffers: list[Any]) -> None:
 # -- lengths of tables --------------------------------------------------------------------------
 
 
-def members(walk: plans.Stage, of: Problem) -> int:
-    """Return the number of score rows per query in a stage: 1, or one row per packed head."""
-    return of.group if walk.parts and walk.per == "group" else 1
-
-
-def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
+def tiles(of: Problem, tiling: Tiling, rows_each: int = 1) -> tuple[int, int, int]:
     """Return the numbers of row tiles, column tiles, and pairs of both within one sequence."""
     t_r = t_c = pairs = 0
     for s in of.sequences:
-        rows = -(-(s.q_stop - s.q_start) * members // tiling.block_q)
+        rows = -(-(s.q_stop - s.q_start) * rows_each // tiling.block_q)
         cols = -(-(s.k_stop - s.k_start) // tiling.block_k)
         t_r, t_c, pairs = t_r + rows, t_c + cols, pairs + rows * cols
     return t_r, t_c, pairs
-
-
-def length_of_events(
-    length: int, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
-) -> None:
-    """Raise an error if a stage's table of events is too long or too short."""
-    if own:
-        if not 0 < length <= MOST_EVENTS:
-            raise ValueError(
-                f"stage {walk.name!r} must have 1 to {MOST_EVENTS} events, got {length}"
-            )
-        return
-    rows_each = members(walk, of)
-    t_r, t_c, pairs = tiles(of, tiling, rows_each)
-    steps = t_r if walk.outer == "queries" else t_c
-    heads = of.group // rows_each if walk.per == "group" else 1
-    # A visit or a step allocates, frees and perhaps stores each buffer. A stage that works on
-    # strips of rows has at most `n_q` strips.
-    most = (pairs * heads + steps + of.n_q) * (3 * len(walk.buffers) + 8)
-    if walk.parts:  # each part has an outer step with at least one visit; a merge may do nothing
-        most, steps = 2 * most, steps if walk.parts == "walks" else 0
-    if not steps <= length <= most:
-        raise ValueError(
-            f"stage {walk.name!r} must have {steps} to {most} events, for its problem and tiling, "
-            f"got {length}"
-        )
 
 
 def length_of_mask(
@@ -357,65 +326,84 @@ def within(what: str, values: np.ndarray, low: int, high: int) -> None:
         )
 
 
-def events(
-    table: Structured,
-    walk: plans.Stage,
-    of: Problem,
-    tiling: Tiling,
-    length: int,
-    *,
-    own: bool = False,
-) -> None:
-    """Raise an error unless consecutive events of a stage have valid heads, tiles and byte counts.
+class StageLimits:
+    """The numbers of tiles, heads and events that a stage of a file can have.
 
-    The argument `length` is the number of all events of the stage.
+    `rows_each` is the number of score rows per query: 1, or one row per packed head.
     """
-    rows_each = members(walk, of)
-    t_r, t_c, pairs = tiles(of, tiling, rows_each)
-    what = f"stage {walk.name!r}: "
-    heads = of.group // rows_each if walk.per == "group" else 1
-    within(what + "head", table["head"], 0, heads)
-    within(what + "i", table["i"], -1, t_r)
-    within(what + "j", table["j"], -1, t_c)
-    within(what + "visit", table["visit"], -1, length if own else pairs)
-    # An event moves one tile of one tensor. Each row of the tile is a row of scores or of head_dim
-    # elements, of at most 8 B each.
-    largest = of.n_q * rows_each * max(of.n_kv, of.head_dim, of.head_dim_v) * 8
-    largest = max(largest, of.n_kv * max(of.head_dim, of.head_dim_v) * 8)
-    largest = max(largest, *(m.tile.nbytes(of.n_q, of.n_kv) for m in walk.moves), 0)
-    most = (1 << 62) // max(length, 1)  # sums of the bytes then fit in int64
-    within(what + "bytes", table["bytes"], 0, (most if own else min(largest, most)) + 1)
-    if (table["level"] != ~np.isin(table["op"], TRANSFERS)).any() or table["stage"].any():
-        raise ValueError(
-            what + "the level of an event must be 0 for a transfer and 1 otherwise, and its stage "
-            "must be 0"
-        )
-    outer = table["i"] if walk.outer == "queries" else table["j"]
-    visiting = table["visit"] >= 0
-    if (outer < 0).any() or ((table["i"] < 0) | (table["j"] < 0))[visiting].any():
-        raise ValueError(what + "an event lacks its tile: i or j is -1 where the loops have a tile")
-    # The table is read in chunks with far more events than a step or visit has, so each chunk
-    # must have a "compute" event.
-    if not (table["op"] == COMPUTE).any() and walk.parts != "merges":
-        raise ValueError(what + "its events compute nothing")
+
+    def __init__(self, stage: plans.Stage, of: Problem, tiling: Tiling, *, own: bool) -> None:
+        self.stage, self.of, self.own = stage, of, own
+        self.what = f"stage {stage.name!r}"
+        self.rows_each = of.group if stage.parts and stage.per == "group" else 1
+        self.heads = of.group // self.rows_each if stage.per == "group" else 1
+        self.t_r, self.t_c, self.pairs = tiles(of, tiling, self.rows_each)
+
+    def check_length(self, length: int) -> None:
+        """Raise an error if the stage's table of events is too long or too short."""
+        stage = self.stage
+        steps = self.t_r if stage.outer == "queries" else self.t_c
+        # A visit or a step allocates, frees and perhaps stores each buffer. A stage that works on
+        # strips of rows has at most `n_q` strips.
+        most = (self.pairs * self.heads + steps + self.of.n_q) * (3 * len(stage.buffers) + 8)
+        if self.own:
+            steps, most = 1, MOST_EVENTS
+        elif stage.parts:  # each part has a step with at least one visit; a merge may do nothing
+            most, steps = 2 * most, steps if stage.parts == "walks" else 0
+        if not steps <= length <= most:
+            needs = "" if self.own else ", for its problem and tiling"
+            raise ValueError(f"{self.what} must have {steps} to {most} events{needs}, got {length}")
+
+    def check_events(self, table: Structured, length: int) -> None:
+        """Raise an error unless consecutive events have valid heads, tiles and byte counts.
+
+        The argument `length` is the number of all events of the stage.
+        """
+        of, what = self.of, self.what + ": "
+        within(what + "head", table["head"], 0, self.heads)
+        within(what + "i", table["i"], -1, self.t_r)
+        within(what + "j", table["j"], -1, self.t_c)
+        within(what + "visit", table["visit"], -1, length if self.own else self.pairs)
+        # An event moves one tile of one tensor. Each row of the tile is a row of scores or of
+        # head_dim elements, of at most 8 B each.
+        widest = max(of.head_dim, of.head_dim_v)
+        largest = of.n_q * self.rows_each * max(of.n_kv, widest) * 8
+        moves = (move.tile.nbytes(of.n_q, of.n_kv) for move in self.stage.moves)
+        largest = max(largest, of.n_kv * widest * 8, *moves)
+        most = (1 << 62) // max(length, 1)  # sums of the bytes then fit in int64
+        within(what + "bytes", table["bytes"], 0, (most if self.own else min(largest, most)) + 1)
+        if (table["level"] != ~np.isin(table["op"], TRANSFERS)).any() or table["stage"].any():
+            raise ValueError(
+                what + "the level of an event must be 0 for a transfer and 1 otherwise, and its "
+                "stage must be 0"
+            )
+        outer = table["i"] if self.stage.outer == "queries" else table["j"]
+        visiting = table["visit"] >= 0
+        if (outer < 0).any() or ((table["i"] < 0) | (table["j"] < 0))[visiting].any():
+            raise ValueError(
+                what + "an event lacks its tile: i or j is -1 where the loops have a tile"
+            )
+        # The table is read in chunks with far more events than a step or visit has, so each chunk
+        # must have a "compute" event.
+        if not (table["op"] == COMPUTE).any() and self.stage.parts != "merges":
+            raise ValueError(what + "its events compute nothing")
 
 
-def order(table: Structured, walk: plans.Stage) -> None:
+def order(table: Structured, what: str) -> None:
     """Raise an error unless each visit computes something, and each step frees all buffers."""
     if not len(table):
         return
-    what = f"stage {walk.name!r}: "
     visiting, computes = table["visit"] >= 0, table["op"] == COMPUTE
     visit = table["visit"] + (int(table["visit"].max()) + 1) * table["head"].astype(np.int64)
     if not np.isin(visit[visiting], visit[visiting & computes]).all():
-        raise ValueError(what + "the events of a visit include no compute event")
+        raise ValueError(f"{what}: the events of a visit include no compute event")
     held = np.cumsum(gain(table))
     if int(held.min()) < 0:
-        raise ValueError(what + "its events free more bytes than are on chip")
+        raise ValueError(f"{what}: its events free more bytes than are on chip")
     if int(held[-1]) != 0:
-        raise ValueError(what + f"its events leave {held[-1]} bytes on chip at the end")
+        raise ValueError(f"{what}: its events leave {held[-1]} bytes on chip at the end")
     if (np.diff(step_ends(table)) == 0).any():
-        raise ValueError(what + "a step ends before it has freed all its buffers")
+        raise ValueError(f"{what}: a step ends before it has freed all its buffers")
 
 
 def moved(stages: Sequence[StageTrace]) -> None:
@@ -426,17 +414,16 @@ def moved(stages: Sequence[StageTrace]) -> None:
         raise ValueError("the trace moves no bytes between HBM and SRAM")
 
 
-def timeline(spans: Structured, stages: Sequence[Any], of: Problem) -> None:
+def timeline(spans: Structured, stages: Sequence[StageLimits], of: Problem) -> None:
     """Raise an error unless spans have known stages, heads and tiles, and end after they begin."""
     within("timeline: stage", spans["stage"], 0, len(stages))
     within("timeline: sm", spans["sm"], 0, 1 << 15)
     within("timeline: head", spans["head"], 0, of.batch * of.heads)
-    for number, (walk, tiling, *_) in enumerate(stages):
-        t_r, t_c, pairs = tiles(of, tiling, members(walk, of))
+    for number, limits in enumerate(stages):
         own = spans[spans["stage"] == number]
-        within("timeline: i", own["i"], -1, t_r)
-        within("timeline: j", own["j"], -1, t_c)
-        within("timeline: visit", own["visit"], -1, pairs)
+        within("timeline: i", own["i"], -1, limits.t_r)
+        within("timeline: j", own["j"], -1, limits.t_c)
+        within("timeline: visit", own["visit"], -1, limits.pairs)
     within("timeline: start", spans["start_ns"], 0, 1 << 62)
     if (spans["end_ns"] < spans["start_ns"]).any():
         raise ValueError("in the timeline, a span's end_ns is less than its start_ns")

@@ -40,6 +40,7 @@ class BlockPointer:
 
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
         """Return the pointers of the block's elements, and a mask that is False out of bounds."""
+        tl = installed().tl
         size = max(1, self.element.primitive_bitwidth // 8)
         pointers = np.broadcast_to(self.base.handle.data.astype(np.int64), self.block_shape)
         mask = np.ones(self.block_shape, bool)
@@ -50,8 +51,11 @@ class BlockPointer:
             pointers = pointers + at * self.strides[axis] * size
             if axis in boundary_check:
                 mask = mask & (at >= 0) & (at < self.shape[axis])
+        return self._tile(pointers.astype(np.uint64), self.base.dtype), self._tile(mask, tl.int1)
+
+    def _tile(self, data: np.ndarray, dtype: Any) -> Any:
         tl = installed().tl
-        return handle(pointers.astype(np.uint64), self.base.dtype), handle(mask, tl.int1)
+        return tl.tensor(handle(data, dtype), tl.block_type(dtype, list(self.block_shape)))
 
     def advance(self, offsets: Any, **_: Any) -> BlockPointer:
         """Return this block pointer moved by `offsets`, as `tl.advance` did up to Triton 3.8."""
@@ -88,34 +92,21 @@ def advance(base: BlockPointer, offsets: Any, **_: Any) -> BlockPointer:
     return base.advance(offsets)
 
 
-def loading(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
+def loading(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of `tl.load` that also accepts block pointers."""
 
     def load(pointer: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(pointer, BlockPointer):
             return plain(pointer, *args, **_without(options))
-        tl = installed().tl
         checked = numbers(options.get("boundary_check", args[2] if len(args) > 2 else ()))
-        padding = str(
-            getattr(options.get("padding_option", ""), "value", options.get("padding_option", ""))
-        )
-        lanes, mask = pointer.lanes(checked)
-        kind = installed().interpreter._get_np_dtype(pointer.element)
-        fill = np.zeros(pointer.block_shape, kind)
-        if padding == "nan":
-            fill = installed().interpreter.TensorHandle(
-                np.full(pointer.block_shape, np.nan, np.float32), tl.float32
-            )
-            fill = builder.cast_impl(fill, pointer.element).data
-        found = builder.create_masked_load(
-            lanes, mask, handle(fill, pointer.element), *(None, None)[: builder.load_extras]
-        )
-        return tl.tensor(found, tl.block_type(pointer.element, list(pointer.block_shape)))
+        padding = options.get("padding_option", "")
+        other = float("nan") if getattr(padding, "value", padding) == "nan" else 0
+        return plain(*pointer.lanes(checked), other=other)
 
     return load
 
 
-def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
+def storing(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of `tl.store` that also accepts block pointers."""
 
     def store(pointer: Any, value: Any, *args: Any, **options: Any) -> Any:
@@ -123,9 +114,7 @@ def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
             return plain(pointer, value, *args, **_without(options))
         checked = numbers(options.get("boundary_check", args[1] if len(args) > 1 else ()))
         lanes, mask = pointer.lanes(checked)
-        data = builder.cast_impl(value.handle, pointer.element)
-        data.data = np.broadcast_to(data.data, pointer.block_shape)
-        return builder.create_masked_store(lanes, data, mask, None)
+        return plain(lanes, value, mask)
 
     return store
 

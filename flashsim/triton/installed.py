@@ -1,8 +1,13 @@
-"""Import Triton and its interpreter, or raise an error that says how to install Triton."""
+"""Import Triton and its interpreter, or raise an error that says how to install Triton.
+
+The interpreter changes Triton's language, and `language_restored` undoes these changes.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -44,3 +49,21 @@ def installed() -> Installed:
         )
     folder = str(Path(str(triton.__file__)).parent) + "/"
     return Installed(triton, tl, interpreter, triton.__version__, folder)
+
+
+@contextmanager
+def language_restored(tl: Any) -> Iterator[None]:
+    """Restore what the interpreter changes in Triton's language after a ``with`` block."""
+    objects = [tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype]
+    objects += [tl.condition] if hasattr(tl, "condition") else []
+    saved = [(obj, dict(vars(obj))) for obj in (*objects, tl.core.tensor_descriptor_base)]
+    try:
+        yield
+    finally:
+        for obj, before in saved:
+            now = dict(vars(obj))
+            for name in set(now) - set(before):
+                delattr(obj, name)
+            for name, value in before.items():
+                if name not in now or (now[name] is not value and not name.startswith("__dict")):
+                    setattr(obj, name, value)

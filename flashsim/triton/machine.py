@@ -19,7 +19,7 @@ from flashsim.triton import block_pointers
 from flashsim.triton import narrow_floats as floats
 from flashsim.triton.arguments import Arguments, Descriptor, Pointer, allocation, values
 from flashsim.triton.hooks import HOOKED, checking, remembering
-from flashsim.triton.installed import installed
+from flashsim.triton.installed import installed, language_restored
 from flashsim.triton.lines import failure, in_library, reader_frame, tiles
 from flashsim.triton.memory import Memory, Reached, dtype_of
 
@@ -93,9 +93,8 @@ class Interpreter:
         run = at.interpreter.InterpretedFunction
         rewritten = dict(run.rewritten_fn)
         self._scopes: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        saved = [(obj, dict(vars(obj))) for obj in self._language()]
         try:
-            with ExitStack() as self._hooks:
+            with language_restored(at.tl), ExitStack() as self._hooks:
                 self._put(
                     at.interpreter.GridExecutor,
                     "__call__",
@@ -116,20 +115,11 @@ class Interpreter:
                 self._hook_builder()
                 yield
         finally:
-            for obj, before in saved:
-                _restore(obj, before)
             run.rewritten_fn.clear()
             run.rewritten_fn.update(rewritten)
             for scope, names in self._scopes.values():
                 for name in set(scope) - names:
                     del scope[name]
-
-    def _language(self) -> list[Any]:
-        """Return the objects in Triton's language whose attributes the interpreter changes."""
-        tl = self.at.tl
-        found = [tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype]
-        found += [getattr(tl, name) for name in ("condition",) if hasattr(tl, name)]
-        return [*found, tl.core.tensor_descriptor_base]
 
     def _put(self, obj: Any, name: str, value: Any) -> None:
         """Replace an attribute of an object in Triton's language until `entered` ends."""
@@ -167,12 +157,12 @@ class Interpreter:
             tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
             ours = getattr(tl.make_block_ptr, "__module__", "") == block_pointers.__name__
             if not has_blocks and not ours:
-                self.with_block_pointers(builder)
+                self.with_block_pointers()
             return scope
 
         return patched
 
-    def with_block_pointers(self, builder: Any) -> None:
+    def with_block_pointers(self) -> None:
         """Add flashsim's block pointers to Triton's language."""
         tl = self.at.tl
 
@@ -185,8 +175,7 @@ class Interpreter:
 
         make.__module__ = block_pointers.__name__
         tl.make_block_ptr, tl.advance = make, block_pointers.advance
-        tl.load = block_pointers.loading(tl.load, builder)
-        tl.store = block_pointers.storing(tl.store, builder)
+        tl.load, tl.store = block_pointers.loading(tl.load), block_pointers.storing(tl.store)
 
     def _tuning(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Run one configuration of an autotuned kernel, without timing any configuration."""
@@ -236,14 +225,11 @@ class Interpreter:
     def _hook_builder(self) -> None:
         builder = self.at.interpreter.interpreter_builder
         put = lambda name, value: self._put(builder, name, value)  # noqa: E731
-        plain = {name: getattr(builder, name) for name in HOOKED if hasattr(builder, name)}
         put("grid_idx", getattr(builder, "grid_idx", None))
         put("grid_dim", getattr(builder, "grid_dim", None))
-        extras = len(inspect.signature(builder.create_masked_load).parameters) - 3
-        put("load_extras", extras)
         for name, make in HOOKED.items():
-            if name in plain:
-                put(name, partial(make, self, plain[name]))
+            if hasattr(builder, name):
+                put(name, partial(make, self, getattr(builder, name)))
         if not hasattr(builder, "get_bf16"):
             tl = self.at.tl
             put("get_bf16", lambda value: floats.cast(builder.get_fp32(value), tl.bfloat16))
@@ -327,7 +313,6 @@ class Interpreter:
 
     def launch(self, executor: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a kernel launch, program by program, in the order in which a GPU starts programs."""
-        at, builder = self.at, self.at.interpreter.interpreter_builder
         fn, name = executor.fn, executor.fn.__name__
         spec = inspect.getfullargspec(fn)
         known = {k: v for k, v in kwargs.items() if k in spec.args or k in spec.kwonlyargs}
@@ -342,10 +327,11 @@ class Interpreter:
         }
         grid = self._grid(executor, name, bound)
         code = getattr(fn, "__code__", None)
-        plain = {
-            k: v for k, v in bound.items() if isinstance(v, (bool, int, float, str, np.generic))
+        constants = {
+            key: value
+            for key, value in bound.items()
+            if key not in taken and isinstance(value, (bool, int, float, str, np.generic))
         }
-        constants = {k: v for k, v in plain.items() if k not in taken}
         number = self.recorder.launch(
             name,
             grid,
@@ -358,9 +344,7 @@ class Interpreter:
         self.memory.begin(pointers)
         for hook in executor.pre_run_hooks:
             hook(*args, **known)
-        scope = at.interpreter._patch_lang(fn)
-        try:
-            self._patched = {id(fn.__globals__)}
+        with self._running(fn, grid):
             made = {
                 key: value if key in executor.constexprs else self._convert(value)
                 for key, value in host.items()
@@ -369,11 +353,19 @@ class Interpreter:
             if self._keep:
                 ran.before = {p.memory: allocation(p).copy() for p in pointers}
                 self.ran.append(ran)
-            sides = grid + (1,) * (3 - len(grid))
-            builder.set_grid_dim(*sides)
             self._started = 0
             for place in self._places(name, grid):
                 self._program(ran, place)
+
+    @contextmanager
+    def _running(self, fn: Callable[..., Any], grid: tuple[int, ...]) -> Iterator[None]:
+        """Change Triton's language as a kernel of this grid needs it; restore it at the end."""
+        interpreter = self.at.interpreter
+        scope = interpreter._patch_lang(fn)
+        try:
+            self._patched = {id(fn.__globals__)}
+            interpreter.interpreter_builder.set_grid_dim(*grid, *(1,) * (3 - len(grid)))
+            yield
         finally:
             self._patched = None
             scope.restore()
@@ -393,7 +385,6 @@ class Interpreter:
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
         """Run a program again on the memory from before the launch; call `look` at each access."""
-        at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
         for p in ran.pointers:
             allocation(p)[:] = ran.before[p.memory]
@@ -402,14 +393,12 @@ class Interpreter:
         with self.entered():
             names = ran.function.__globals__  # the interpreter's names in them are gone by now
             self._scopes.setdefault(id(names), (names, set(names)))
-            for name, value in vars(at.interpreter).items():
+            for name, value in vars(self.at.interpreter).items():
                 names.setdefault(name, value)
-            scope = at.interpreter._patch_lang(ran.function)
             try:
-                builder.set_grid_dim(*ran.grid, *(1,) * (3 - len(ran.grid)))
-                self._program(ran, place)
+                with self._running(ran.function, ran.grid):
+                    self._program(ran, place)
             finally:
-                scope.restore()
                 self.memory.silent, self.memory.observer = False, None
                 for p in ran.pointers:
                     allocation(p)[:] = now[p.memory]
@@ -489,15 +478,3 @@ def fit_int(place: Sequence[Any]) -> bool:
 
 def _run_program(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     function(**arguments)
-
-
-def _restore(obj: Any, before: Mapping[str, Any]) -> None:
-    """Restore the attributes of one object in Triton's language, such as `tl`."""
-    for name, value in list(vars(obj).items()):
-        if name not in before:
-            delattr(obj, name)
-        elif value is not before[name] and not name.startswith("__dict"):
-            setattr(obj, name, before[name])
-    for name, value in before.items():
-        if name not in vars(obj):
-            setattr(obj, name, value)

@@ -1,7 +1,5 @@
 """What run, Result.backward, count and compare return and refuse."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -353,41 +351,6 @@ def test_a_bare_grid_is_one_value_a_tile(x):
         run(x, block_mask=grid)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "text"),
-    [
-        ({"algorithm": "flash3"}, OptionError, r"unknown algorithm 'flash3'.*did you mean 'flash"),
-        (
-            {"backend": "simulater"},
-            OptionError,
-            r"unknown backend 'simulater'.*did you mean 'simulator'",
-        ),
-        ({"device": "H1000"}, OptionError, r"H1000"),
-        ({"trace": "yes"}, OptionError, r"trace must be True, False or 'timeline', got 'yes'"),
-        (
-            {"key_order": "down"},
-            OptionError,
-            r"unknown key_order 'down'; choose from ascending, desc",
-        ),
-        ({"tiling": (64, 64)}, DTypeError, r"tiling must be a flashsim.Tiling.*got \(64, 64\)"),
-        ({"is_causal": True}, UnknownArgumentError, r"no argument 'is_causal'.*called causal"),
-        ({"sm_scale": 1.0}, UnknownArgumentError, r"no argument 'sm_scale'.*called scale"),
-        ({"softmax_scale": 1.0}, UnknownArgumentError, r"called scale"),
-        ({"dropout_p": 0.1}, UnknownArgumentError, r"dropout is not simulated"),
-        ({"casual": True}, UnknownArgumentError, r"no argument 'casual'.*did you mean 'causal'"),
-        ({"tiling": Tiling(512, 512)}, SramOverflow, r"the largest tiling that fits is"),
-    ],
-)
-@pytest.mark.promise("refuses bad input")
-def test_run_refuses(x, options, kind, text):
-    if "tiling" in options and kind is SramOverflow:
-        x = tensors(600, 600, 64)
-    with pytest.raises(kind, match=text) as caught:
-        run(x, **options)
-    assert isinstance(caught.value, FlashSimError)
-    assert isinstance(caught.value, ValueError | TypeError)
-
-
 def test_a_cpu_backend_takes_what_lies_in_the_cpus_memory(x):
     class Foreign:
         def __init__(self, a):
@@ -462,26 +425,6 @@ def test_count_takes_the_tiling_that_run_takes(x):
     traffic = flashsim.count(trace.problem, device="T4")
     assert traffic.tiling == trace.tiling
     assert trace.diff(traffic) == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "text"),
-    [
-        ({"algorithm": "flash"}, OptionError, "unknown algorithm 'flash'"),
-        ({"direction": "back"}, OptionError, "unknown direction 'back'.*mean 'backward'"),
-        ({"key_order": "up"}, OptionError, "unknown key_order"),
-        ({"tiling": 64}, DTypeError, "tiling must be"),
-    ],
-)
-@pytest.mark.promise("refuses bad input")
-def test_count_refuses(options, kind, text):
-    with pytest.raises(kind, match=text):
-        flashsim.count(Problem(64), **options)
-
-
-def test_count_wants_a_problem():
-    with pytest.raises(DTypeError, match=r"count\(\) takes a flashsim.Problem, got int"):
-        flashsim.count(4096)
 
 
 # -- compare --------------------------------------------------------------------------------------

@@ -87,3 +87,17 @@ def test_a_mistake_inside_is_not_taken_for_one_in_the_call():
 def test_what_refuses_calls_is_still_found_by_its_name():
     assert pickle.loads(pickle.dumps(flashsim.count)) is flashsim.count
     assert inspect.signature(flashsim.count).parameters["level"].default == "requested"
+
+
+def test_every_annotation_that_an_error_quotes_is_text():
+    """Also of inherited methods: their modules import annotations from the future."""
+    found = {x for x in PUBLIC.values() if isinstance(x, type)}
+    methods = {
+        vars(base)[n] for x in found for base in x.__mro__ for n in vars(base) if n[0] != "_"
+    }
+    methods = {getattr(x, "__func__", x) for x in methods if not isinstance(x, property)}
+    called = [x.__wrapped__ for x in {*PUBLIC.values(), *methods} if hasattr(x, "guarded")]
+    assert len(called) > 50
+    for one in called:
+        kinds = {n: x for n, x in one.__annotations__.items() if n != "return"}
+        assert all(isinstance(x, str) for x in kinds.values()), one.__qualname__

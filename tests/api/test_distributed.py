@@ -1,7 +1,5 @@
 """`flashsim.distributed`: every rank's rows, blocks, bytes and results, executed and counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,6 +1,5 @@
 """Pages: their code blocks run, their numbers are what comes out, what they name exists."""
 
-import csv
 import fnmatch
 import pkgutil
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import parsed
+from repository import recorded
 
 import flashsim
 from flashsim.cli.app import MOVED
@@ -261,14 +261,13 @@ def test_a_wrong_name_is_caught(text, lost):
 
 
 def test_the_sweep_over_splits_is_the_measurement_and_the_prediction():
-    with (ROOT / "docs/data/decode-h200.csv").open(newline="") as stream:
-        sweep = {
-            int(row["implementation"].partition("splits=")[2]): float(row["us"])
-            for row in csv.DictReader(stream)
-            if row["implementation"].startswith("flashsim, splits=")
-            and not row["implementation"].endswith("auto")
-            and (row["head_dim"], row["batch"], row["keys"]) == ("128", "1", "131072")
-        }
+    sweep = {
+        int(row["implementation"].partition("splits=")[2]): float(row["us"])
+        for row in recorded("decode-h200.csv")
+        if row["implementation"].startswith("flashsim, splits=")
+        and not row["implementation"].endswith("auto")
+        and (row["head_dim"], row["batch"], row["keys"]) == ("128", "1", "131072")
+    }
     page = (ROOT / "docs/guides/decoding.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \|$", page, re.M)
     assert len(rows) == 7

@@ -1,14 +1,12 @@
 """Compiling the CPU engine ahead of time."""
 
-import json
 import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from commands import rows
 
 import flashsim
-from flashsim.cli.app import app
 from flashsim.engines.cpu import heuristics, threads
 from flashsim.problem.problem import Problem
 
@@ -61,9 +59,7 @@ def test_a_later_process_decodes_without_compiling(dtype):
 
 
 def test_the_command_says_seconds_and_folder():
-    done = CliRunner().invoke(app, ["study", "warm", "--direction", "forward", "--json"])
-    assert done.exit_code == 0, done.output
-    (row,) = json.loads(done.output)
+    (row,) = rows("study warm", "--direction", "forward")
     assert isinstance(row["s"], float)  # 0.0 where this process has compiled it before
     assert (row["dtype"], row["direction"]) == ("float32", "forward")
     assert row["folder"] == str(threads.folder())

@@ -1,16 +1,13 @@
 """benchmarks/decode.py, but for what needs a GPU."""
 
 import csv
-import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from repository import ROOT, script
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-bench = importlib.import_module("decode")
+bench = script("decode")
 
 
 def row(name, us, keys=32768, **more):

@@ -1,16 +1,14 @@
 """benchmarks/gpu.py without a GPU: whatever fails, every configuration gets its row."""
 
-import csv
-import importlib
 import sys
 import time
 from collections import Counter
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import recorded, script
 
 from flashsim.backends.failures import Explaining
 from flashsim.errors import BackendUnavailable, UnsupportedError
@@ -24,10 +22,9 @@ class OutOfMemoryError(Exception):
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    for name in ("gpu", "gpu_implementations", "gpu_lab"):
+    for name in ("gpu_implementations", "gpu_lab"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module("gpu")
+    module = script("gpu")
     monkeypatch.setattr(module, "open_lab", lambda: (FakeLab(), "no torch"))
     return module
 
@@ -328,7 +325,7 @@ def test_a_courses_lengths_run_in_both_types_compiled_only_there(
 def main(bench, monkeypatch, path, *arguments):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--csv", str(path), *arguments])
     bench.main()
-    return list(csv.DictReader(path.read_text().splitlines()))
+    return recorded(path)
 
 
 @pytest.mark.usefixtures("worker")
@@ -385,15 +382,11 @@ def test_torch_kernels_without_windows_say_so(bench):
         torch_one._attend(x.q, x.k, x.v, x)
 
 
-def test_the_picture_shows_the_table(monkeypatch):
-    root = Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    draw = importlib.import_module("gpu_plot").gpu
-    with (root / "docs/data/gpu-papers-h200.csv").open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    axes = draw(rows).axes
+def test_the_picture_shows_the_table():
+    draw, measured = script("gpu_plot").gpu, recorded("gpu-papers-h200.csv")
+    axes = draw(measured).axes
     drawn = sorted(bar.get_height() for ax in axes for bar in ax.patches)
-    named = [r for r in rows if r["implementation"] in sys.modules["gpu_plot"].GPU]
+    named = [r for r in measured if r["implementation"] in sys.modules["gpu_plot"].GPU]
     figures = [float(r[f"{way}_tflops"]) for r in named for way in ("forward", "backward")]
     assert drawn == pytest.approx(sorted(figures))
     assert axes[0].get_title() == "d = 128, no mask"

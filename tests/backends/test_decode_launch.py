@@ -95,7 +95,7 @@ def launches(monkeypatch):
         seen.append(record)
 
     stream = SimpleNamespace(synchronize=lambda: None)
-    runtime = SimpleNamespace(streamIsCapturing=lambda stream: False)
+    runtime = SimpleNamespace(streamIsCapturing=lambda stream: False, getDevice=lambda: 0)
     cuda = SimpleNamespace(
         runtime=runtime,
         driver=SimpleNamespace(launchKernel=launch),
@@ -171,15 +171,21 @@ class Tensor:
     def element_size(self):
         return self.x.itemsize
 
-    def new_empty(self, *shape):
-        return Tensor(np.full(shape, np.nan, self.dtype))
-
 
 class Tensors(Space):
     """Of such tensors."""
 
     def empty(self, shape, like=None):
         return Tensor(super().empty(shape))
+
+    copies = 0
+
+    def view(self, array):
+        self.copies += 1
+        return super().view(array.x)
+
+    def maker(self, shape, dtype="float32"):
+        return lambda: Tensor(np.full(shape, np.nan, numpy_dtype(dtype)))
 
 
 @needs_gcc
@@ -201,6 +207,73 @@ def test_one_decoder_serves_every_length(name, launches):
     places = [arrays.place(Tensors(), Tensor(x[name]))[0] for name in "qkv"]
     decoder.at(*places, out.data_ptr(), lse.data_ptr(), problem.n_kv, 7)
     full.check(x, out.x, lse.x)
+
+
+class Strided(Tensor):
+    """A tensor with the strides of an array."""
+
+    def __init__(self, x):
+        super().__init__(x)
+        self.x, self.ctypes = x, x.ctypes
+
+
+def moved_by_an_element(x):
+    """Return the same numbers at an address that 16-byte accesses cannot read."""
+    memory = np.zeros(x.size + 16, x.dtype)
+    start = -memory.ctypes.data % 16 // x.itemsize + 1
+    made = memory[start : start + x.size].reshape(x.shape)
+    made[...] = x
+    return made
+
+
+LAYOUTS = {
+    "contiguous": np.ascontiguousarray,
+    "at an odd address": moved_by_an_element,  # with the strides of the call before
+    "by token": lambda x: np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2),
+    "the end of a larger cache": lambda x: np.pad(x, [(0, 0)] * 2 + [(5, 0), (0, 0)])[:, :, 5:],
+}
+
+
+@needs_gcc
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_decoder_reads_the_strides_and_the_length_of_each_call(splits, launches):
+    """It skips the checks of strides that an earlier call had, and of nothing else."""
+    problem = Problem(2, 100, 64, batch=2, heads=4, kv_heads=2, dtype="bfloat16", causal=True)
+    space = Tensors()
+    decoder = decode.Decoder(space, problem, H200, 0, splits)
+    for n in (100, 37, 100):
+        case = Case(replace(problem, n_kv=n), (n, n))
+        for seed, (name, layout) in enumerate(LAYOUTS.items()):
+            x = case.make(seed)
+            given = [Strided(layout(x[name])) for name in "qkv"]
+            space.copies = 0
+            out, lse = decoder(*given)
+            case.check(x, out.x, lse.x)
+            assert space.copies == 3 * (name == "at an odd address")
+            kept = lse.x.copy()
+            assert np.array_equal(decoder.output(*given).x, out.x), name
+            assert np.array_equal(decoder.by_token(*given).x, out.x.swapaxes(1, 2)), name
+            assert np.array_equal(lse.x, kept), "an LSE that a caller holds"
+
+
+@needs_gcc
+def test_a_per_thread_stream_shares_no_memory(launches, monkeypatch):
+    """Its handle is the same in all threads, so their partial results must be apart."""
+    monkeypatch.setattr(decode, "PER_THREAD", 7)
+    monkeypatch.setattr(launching, "PER_THREAD", 7)
+    space = Tensors()
+    monkeypatch.setattr(space, "counters", lambda shape: np.zeros(shape, np.uint32), raising=False)
+    monkeypatch.setattr(space, "pointer", lambda x: x.ctypes.data)
+    case, splits = CASES["one query"]
+    x, problem = case.make(), case.problem
+    decoder = decode.Decoder(space, problem, H200, case.page, splits)
+    full = replace(case, lengths=(problem.n_kv,) * problem.batch)
+    x = full.make()
+    for _ in range(2):
+        out, lse = decoder(*(Tensor(x[name]) for name in "qkv"))
+        full.check(x, out.x, lse.x)
+        assert np.array_equal(decoder.output(*(Tensor(x[name]) for name in "qkv")).x, out.x)
+    assert not decode._WORKSPACES
 
 
 @needs_gcc

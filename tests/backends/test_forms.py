@@ -1,19 +1,18 @@
 """Which form of the Hopper backward is taken, beside times of both (benchmarks/forms.py)."""
 
 import dataclasses
-import importlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import script
 
 pytestmark = pytest.mark.promise("predictions are judged")
 
 
 @pytest.fixture
-def forms(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("forms")
+def forms():
+    return script("forms")
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])

@@ -1,14 +1,12 @@
 """benchmarks/fp8_backward.py without a GPU: its gradients, and the kernels that it times."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from compiled import compiled
 from gpus import H200
+from repository import script
 
 from flashsim import Problem
 from flashsim.backends.launch_policy.hopper import HOPPER
@@ -19,10 +17,8 @@ pytestmark = pytest.mark.promise("kernels compile")
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "fp8_backward", raising=False)
-    return importlib.import_module("fp8_backward")
+def bench():
+    return script("fp8_backward")
 
 
 def test_gradients_without_rounding_are_the_oracles(bench):

@@ -36,8 +36,12 @@ slopes = np.linspace(0.05, 0.2, 4, dtype=np.float32)
 table = RNG.normal(size=(4, 1024)).astype(np.float32)
 bias = RNG.normal(size=(300, 300)).astype(np.float16)
 planes = RNG.normal(size=(2, 210, 208)).astype(np.float16)  # rows of whole 16 bytes
+buckets = RNG.normal(size=(4, 12)).astype(np.float32)
 plane = RNG.normal(size=(210, 204)).astype(np.float32)
 document = np.sort(RNG.integers(0, 3, (2, 512)).astype(np.int32), axis=1)
+segment = np.sort(RNG.integers(0, 9, 512).astype(np.int16))
+of_keys = segment + 1
+lengths = np.array([100, 3])
 
 
 def causal(b, h, q, k):
@@ -56,6 +60,22 @@ def late(b, h, q, k):  # the first rows see no key
     return k + 40 <= q
 
 
+def prefixes(b, h, q, k):
+    return (k < lengths[b]) | (q >= k)
+
+
+def padded(b, h, q, k):  # a key past the length is kept by no query, without any last query
+    return (k < 30 + lengths[b]) & (q >= k)
+
+
+def chunked(b, h, q, k):
+    return (q // 70 == k // 70) & (q >= k)
+
+
+def segments(b, h, q, k):  # other numbers for keys; those of the first queries have no key
+    return segment[q] == of_keys[k]
+
+
 def alibi(s, b, h, q, k):
     return s + slopes[h] * (k - q)
 
@@ -70,6 +90,11 @@ def falling(s, b, h, q, k):  # another step per head, and one that no 16-bit num
 
 def relative(s, b, h, q, k):
     return s + table[h, q - k + 512]
+
+
+def bucketed(s, b, h, q, k):  # as T5 does, and ALiBi without a causal mask
+    bucket = np.minimum(np.log2(1.0 + np.abs(q - k)).astype(int), 5) + 6 * (k > q)
+    return s + buckets[h, bucket] - 0.02 * np.abs(k - q)
 
 
 def relative_and_keys(s, b, h, q, k):  # an element that comes ahead, and one that does not
@@ -101,6 +126,7 @@ CAPTURED = {
     falling: {"slopes": slopes},
     steep: {"slopes": slopes},
     relative: {"table": table},
+    bucketed: {"buckets": buckets},
     relative_and_keys: {"table": table, "bias": bias},
     biased: {"bias": bias},
     of_planes: {"planes": planes, "slopes": slopes},
@@ -137,10 +163,10 @@ def forward(p, score, family, machine=test_emulated.HOPPER):
     return x, arrays, held
 
 
-def compare(p, score, family, algorithm):
+def compare(p, score, family, algorithm, machine=test_emulated.HOPPER):
     """Besides, dQ, dK, dV and the gradients of captured arrays."""
     x, arrays, held = forward(p, score, family)
-    inputs, machine = [x[name] for name in "qkv"], test_emulated.HOPPER
+    inputs = [x[name] for name in "qkv"]
     passes = family.backward_passes(p, None, GPU, "ascending", "", algorithm)
     arrays = arrays | emulator.read_by_functions(p, x)
     fused = algorithm == "flash2-fused"
@@ -160,11 +186,20 @@ HOPPER_CASES = {
     "causal 64": (problem(150, 200, 64, causal), None),
     "alibi 64": (problem(150, 200, 64, causal, alibi, batch=2), alibi),
     "falling 64": (problem(200, 250, 64, late, falling, sinks=True), falling),
+    "prefixes 64": (problem(200, 250, 64, prefixes, batch=2), None),
+    "padded 128": (problem(200, 250, 128, padded, batch=2), None),
+    "chunked 128": (problem(200, 250, 128, chunked, alibi), alibi),
+    "segments 192": (problem(200, 250, 192, segments), None),
+    "segments packed 64": (problem(170, 200, 64, segments, relative, **PACKED), relative),
     "falling 128": (problem(150, 400, 128, None, falling), falling),
     "alibi packed 64": (problem(170, 200, 64, None, alibi, **PACKED), alibi),
     "alibi dilated 64": (problem(200, 300, 64, dilated, alibi, causal=True), alibi),
     "relative 128": (problem(150, 200, 128, None, relative), relative),
     "relative 96": (problem(300, 400, 96, None, relative, **PAIR), relative),  # 192 + 112 distances
+    "bucketed 64": (problem(150, 300, 64, None, bucketed, sinks=True), bucketed),
+    "bucketed fp16": (problem(200, 130, 128, late, bucketed, dtype="float16"), bucketed),
+    "bucketed packed 128": (problem(170, 200, 128, causal, bucketed, **PACKED), bucketed),
+    "bucketed 256": (problem(130, 130, 256, None, bucketed), bucketed),
     "relative 192": (problem(300, 400, 192, None, relative), relative),
     "relative and keys 64": (problem(150, 200, 64, None, relative_and_keys), relative_and_keys),
     "documents 128": (problem(300, 300, 128, documents, batch=2, **PAIR), None),
@@ -185,7 +220,7 @@ OFTEN = (
     "falling 128",
     "relative 96",
     "relative and keys 64",
-    "documents 128",
+    "padded 128",
     "packed 64",
 )
 
@@ -195,6 +230,33 @@ OFTEN = (
 def test_hopper_kernels(name, algorithm):
     p, score = HOPPER_CASES[name]
     compare(p, score, HOPPER, algorithm)
+
+
+#: Without gradients of captured arrays, products add linear functions and tables to the scores.
+ALONE = {
+    "alibi 64": {"RAMP": 1, "STATISTICS": 1, "SCORE_MOD": 0},
+    "falling 128": {"RAMP": 1, "STATISTICS": 1, "SCORE_MOD": 0},
+    "alibi packed 64": {"RAMP": 1, "STATISTICS": 1},
+    "alibi dilated 64": {"RAMP": 1, "STATISTICS": 1},
+    "relative 96": {"DISTANCES": 2, "STATISTICS": 1, "SCORE_MOD": 0},
+    "packed 64": {"DISTANCES": 2, "STATISTICS": 1, "SCORE_MOD": 0},
+    "bucketed 64": {"DISTANCES": 2, "STATISTICS": 1, "SCORE_MOD": 0},
+    "bucketed fp16": {"DISTANCES": 2, "STATISTICS": 0, "SCORE_MOD": 1, "ADDED": 1},
+    "relative and keys 64": {"STATISTICS": 0, "SCORE_MOD": 1},
+    "late 64": {"STATISTICS": 0, "SCORE_MOD": 1},
+}
+
+
+@pytest.mark.parametrize("algorithm", ["flash2-fused", thorough("flash2")])
+@pytest.mark.parametrize(
+    "name", [n if n in ("alibi 64", "relative 96") else thorough(n) for n in ALONE]
+)
+def test_gradients_of_q_k_and_v_alone(name, algorithm):
+    p, score = HOPPER_CASES[name]
+    passes = compare(replace(p, score_grads=()), score, HOPPER, algorithm)
+    (one,) = (x.kernel for x in passes if x.stage.outer == "keys" and x.kernel.boxes)
+    made = dict(one.constants)
+    assert ALONE[name] == {key: made[f"FS_{key}"] for key in ALONE[name]}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +289,11 @@ def test_traces_hold_what_functions_read(family, name):
 
 
 FAULTS = {
-    "a mask shifted by a key": (
+    "a range that ends a key too late": (
+        "min(keep.hi, keys.high + start) - first}",
+        "min(keep.hi, keys.high + start + FAULT) - first}",
+    ),
+    "a called mask shifted by a key": (
         "flash_mask(a.captured, at.at, at.query(q), at.key(k))",
         "flash_mask(a.captured, at.at, at.query(q), at.key({k.base + FAULT, k.step}))",
     ),
@@ -246,6 +312,66 @@ FAULTS = {
 }
 FAULTY = emulator.Faulty(900, FAULTS, "hopper/forward.cu")
 
+#: What to break, and the case that fails.
+BACKWARD_FAULTS = {
+    "a range of queries that ends too late": (
+        ("queries.high + start) - first}", "queries.high + start + FAULT) - first}"),
+        "chunked 64",
+    ),
+    "another head's step": (
+        (
+            "flash_ramp_step(a.captured, at.at) *",
+            "flash_ramp_step(a.captured, FAULT ? head_at(a, 0, 0, 0).at : at.at) *",
+        ),
+        "falling 64",
+    ),
+    "the key's number in its warpgroup": (
+        (
+            "key = (threadIdx.x / 128 - 1) * 64 +",
+            "key = (FAULT ? 0 : threadIdx.x / 128 - 1) * 64 +",
+        ),
+        "falling 64",
+    ),
+    "the function of another query": (
+        (
+            "at.query(existing(first + lane + 32 * i, it.end))",
+            "at.query(existing(first + (FAULT ? 0 : lane) + 32 * i, it.end))",
+        ),
+        "falling 64",
+    ),
+    "a term of another distance": (
+        (
+            "- 64 * g - fragment_row() + BLOCK_K - 1;",
+            "- 64 * g - fragment_row() + BLOCK_K - 1 + FAULT;",
+        ),
+        "relative 64",
+    ),
+}
+BACKWARD = emulator.Faulty(
+    900, {name: replaced for name, (replaced, _) in BACKWARD_FAULTS.items()}, "hopper/backward.cu"
+)
+
+
+@pytest.mark.parametrize(
+    "fault", [f if f == "another head's step" else thorough(f) for f in ("", *BACKWARD_FAULTS)]
+)
+def test_faults_of_the_backward_are_caught(fault):
+    """The same kernels without a fault pass."""
+    cases = {
+        "chunked 64": (problem(130, 200, 64, chunked), None),
+        "falling 64": (problem(130, 200, 64, late, falling), falling),
+        "relative 64": (problem(130, 200, 64, None, relative), relative),
+    }
+    BACKWARD.seeded = fault
+    for name in cases if not fault else [BACKWARD_FAULTS[fault][1]]:
+        p, score = cases[name]
+        given = replace(p, score_grads=()), score, HOPPER, "flash2-fused", BACKWARD
+        if not fault:
+            compare(*given)
+            continue
+        with pytest.raises(AssertionError):
+            compare(*given)
+
 
 AHEAD_FAULTS = {
     "a bias of another head": (
@@ -257,8 +383,8 @@ AHEAD_FAULTS = {
         "row = it.own.start + (FAULT ? 64 - 64 * g : 64 * g);",
     ),
     "a table's element of another distance": (
-        "query - key - (BLOCK_K - 1) + n)",
-        "query - key - (BLOCK_K - 1) + n + FAULT)",
+        "query - key - (BLOCK_K - 1) + n;",
+        "query - key - (BLOCK_K - 1) + n + FAULT;",
     ),
 }
 AHEAD = emulator.Faulty(900, AHEAD_FAULTS, "hopper/forward.cu")
@@ -312,7 +438,7 @@ def test_faults_of_linear_functions_are_caught(fault):
 @pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_faults_of_the_forward_are_caught(fault):
     """The same kernel without a fault passes."""
-    p = problem(130, 130, 64, causal, alibi, sinks=True)
+    p = problem(130, 130, 64, dilated if "called" in fault else causal, alibi, sinks=True)
     FAULTY.seeded = fault
     if not fault:
         forward(p, alibi, HOPPER, FAULTY)

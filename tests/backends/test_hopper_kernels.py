@@ -534,14 +534,44 @@ def test_a_cluster_takes_what_its_blocks_have_left_each():
     """By hand, in µs: items of 4 + 2 a visit, and 2 for adding up."""
     times = cost_model.Times(item=4.0, visit=2.0), 2.0
 
-    def fastest(steps, processors):
-        return cost_model.fastest_cluster(1, np.array(steps), *times, processors)
+    def fastest(steps, processors, clusters=()):
+        return cost_model.fastest_cluster(1, np.array(steps), *times, processors, clusters)
 
     assert fastest([16, 16], 2) == 1  # nobody is idle
     assert fastest([16, 16], 4) == 2  # 4 + 32; 4 + 16 + 2; one place for four blocks
     assert fastest([16, 16], 24) == 8  # 4 + 4 + 2
     assert fastest([16, 16], 20) == 4  # two places for four blocks, one for eight
     assert fastest([1, 1], 24) == 1  # 6, not 8
+    assert fastest([16, 16], 20, ((8, 2),)) == 8  # the driver says that both run at once
+    assert fastest([16, 16, 16], 28, ((8, 2),)) == 4  # not all three: 4 + 4 + 2, or twice 4 + 2 + 2
+
+
+def test_clusters_that_all_run_at_once_by_the_drivers_number():
+    """14 items for 132 SMs; of eight blocks each, if no cluster has to wait for others."""
+    p = Problem(3499, 787, 64, heads=16, kv_heads=2, dtype="bfloat16")
+
+    def blocks(clusters, problem=p):
+        gpu = replace(H200, clusters=clusters)
+        given = problem, None, gpu, "ascending", "", "flash2-fused"
+        return HOPPER.backward_passes(*given)[1].kernel.cluster
+
+    assert blocks(()) == 4
+    assert blocks(((4, 30), (8, 15))) == 8
+    assert blocks(((4, 30), (8, 13))) == 4
+    assert blocks(((4, 30), (8, 15)), replace(p, n_kv=1100)) == 4  # 18 items
+
+
+def test_head_groups_under_a_window_stay_in_l2():
+    """There work tiles loop over different rows, so L2 must hold all rows of a group."""
+    p = Problem(
+        2569, head_dim=128, batch=4, heads=44, kv_heads=11, dtype="bfloat16", window=(854, 0)
+    )
+    fused = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")[1]
+    rows = 4 * 2569 * 128 * (2 + 2 + 4)  # Q, dO and float32 dQ of a group's four query heads
+    assert fused.clump * rows <= H200.l2_bytes
+    short = replace(p, n_q=300, n_kv=300, window=(100, 0))  # all heads fit, and end sooner together
+    fused = HOPPER.backward_passes(short, None, H200, "ascending", "", "flash2-fused")[1]
+    assert fused.clump == 44
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,28 @@ def machine(block, **more):
     )
 
 
+def same(*visits):
+    """The visit that all of these are of."""
+    assert len(set(visits)) == 1, visits
+    return visits[0]
+
+
+def functions(scored):
+    """What the kernels call of mask and score functions; with `scored`, of a score function."""
+    made = dict.fromkeys(("mask", "masked_probabilities", "slope_alone"))
+    made |= {
+        "has_mask": False,
+        "has_score": scored,
+        "score": lambda a, b, h, s, *_: s,
+        "probabilities": lambda a, b, h, s, lse, *_: same(s, lse),
+        "slope": lambda a, b, h, s, ds, *_: same(s, ds),
+    }
+    return {
+        "fragment_functions": lambda *_, **__: SimpleNamespace(**made),
+        "first_rows_of": lambda kernel: lambda a, outer: (0, 0),
+    }
+
+
 def played(block):
     """What the kernel's modules call, by module."""
     memory, at = block.memory, block.at
@@ -314,9 +336,9 @@ def played(block):
         memory.setdefault(block.where(address), {})[block.group] = ds
         block.lots.step()
 
-    def queue_dk(dk, ds, queries):
-        assert block.read(queries).values == [ds]
-        return (*dk, ds)
+    def queue_more(sums, left, right):
+        assert block.read(right).values == [left]
+        return (*sums, left)
 
     def stage_dq(place, dq):
         assert dq.whole, "dS was overwritten while it was read"
@@ -388,7 +410,8 @@ def played(block):
         copy_tile=copy_tile,
         queue_scores=scores,
         product_wait=lambda pending, n: passed(pending),
-        queue_output=lambda *_: queue_dk,
+        queue_output=lambda *_: queue_more,
+        round_operand=lambda *_: lambda s: s,
         store_output=store_output,
     )
     gradients = SimpleNamespace(
@@ -398,6 +421,7 @@ def played(block):
         start_columns=lambda n: lambda values: values,
         queue_dv=queue_dv,
         score_gradients=lambda *_: lambda p, dp: p,
+        score_products=lambda *_: same,
         ds_place=lambda wide: lambda ds, group: ds,
         dq_place=lambda rows: lambda dq: dq,
         store_ds=lambda *_: store_ds,
@@ -493,6 +517,7 @@ def run(monkeypatch):
     (`item`) of a cluster of so many `blocks`, which has that one. What they read is asserted."""
 
     def kernel_of(block, c, items, walk):
+        softmax = SimpleNamespace(scale_scores=lambda *_: lambda s, *_: s)
         hopper, gradients, zeros, columns = played(block)
         for module in (backward, kv_outer):
             for name in ("int32", "int64"):
@@ -505,13 +530,14 @@ def run(monkeypatch):
         for name, value in {
             **{"float32": float, "mma_tiles": zeros, "tensor_gradients": columns},
             **{"constants": lambda kernel: kernel, "walk_functions": lambda *_, **__: walk},
-            **{"item_functions": lambda *_, **__: items},
+            **{"item_functions": lambda *_, **__: items, "softmax": softmax},
+            **functions(bool(c.scaled)),
         }.items():
             monkeypatch.setattr(backward, name, value)
         monkeypatch.setattr(kv_outer, "shared_base", lambda: 0)
         return backward.hopper_backward_kernel(c)
 
-    def of(shape, heads, seed, *, deferred, ignored=(), blocks=1, item=None):
+    def of(shape, heads, seed, *, deferred, ignored=(), blocks=1, item=None, scored=False):
         block_q, d = SHAPES[shape]
         at = KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
         lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
@@ -519,10 +545,11 @@ def run(monkeypatch):
         for module in (backward, kv_outer):
             monkeypatch.setattr(module, "cuda", Cuda(cluster))
         yes = dict.fromkeys(("bf16", "fused", "after"), 1) | {"deferred": int(deferred)}
-        no = ("scaled", "softcap", "ordered", "varlen", "left", "right", "timeline", "more")
+        no = ("softcap", "ordered", "varlen", "left", "right", "timeline", "more")
         sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), d)
         c = SimpleNamespace(
-            block_q=block_q, block_k=128, cluster=blocks, **yes, **dict.fromkeys(no, 0), **sides
+            **{"block_q": block_q, "block_k": 128, "cluster": blocks, "scaled": scored},
+            **{**yes, **dict.fromkeys(no, 0), **sides},
         )
         a = Arguments(
             **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
@@ -569,6 +596,13 @@ def test_every_role_finds_what_it_waits_for(run, shape, deferred, heads):
     """Of items without visits, of one, of two and of more, in a row."""
     for seed in range(6):
         run(shape, heads, seed, deferred=deferred)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_role_finds_what_it_waits_for_with_a_score_function(run, shape, deferred):
+    for seed in range(6):
+        run(shape, 2, seed, deferred=deferred, scored=True)
 
 
 @pytest.mark.parametrize(

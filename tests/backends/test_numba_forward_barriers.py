@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba_cuda")
 
-from test_numba_barriers import Arguments, Block, Lots, Stuck, item_functions
+from test_numba_barriers import Arguments, Block, Lots, Stuck, functions, item_functions
 
 from flashsim.backends.numba_gpu.hopper import forward
 from flashsim.backends.numba_gpu.hopper.smem_layout import COUNT, OnChip
@@ -137,6 +137,7 @@ def played(block):
         row_by_row=lambda n: lambda m, top, s, l, to_log2: (s, (*l, s), (1.0, 1.0)),
         scale_rows=lambda *_: lambda o, alpha: o,
         finish_rows=lambda blocks: lambda m, l, to_natural: (l, l),
+        finish_rows_with_sink=lambda blocks: None,
     )
     tiles = SimpleNamespace(zeros=lambda n: tuple, full=lambda n, value: lambda: value)
     output = SimpleNamespace(store_rows=lambda blocks: lambda *_: 0)
@@ -157,13 +158,15 @@ def run(monkeypatch):
             "cuda": SimpleNamespace(threadIdx=thread, blockIdx=thread),
             **{"int32": int, "int64": int, "float32": float},
             **{"device": lambda f: f, "quotient": lambda x, y: x // y},
-            "rows_of": lambda c: (None, None),
+            **{"rows_of": lambda c: (None, None), "constants": lambda kernel: kernel},
+            **{**functions(scored=False), "sink_of": lambda kernel: None},
         }
         for name, value in replaced.items():
             monkeypatch.setattr(forward, name, value)
         sides = dict.fromkeys(("d", "dv", "counted", "counted_v"), d)
         no = dict.fromkeys(("scaled", "softcap", "varlen", "left", "right"), 0)
         c = SimpleNamespace(block_q=block_q, block_k=BLOCK_K, bf16=1, turns=turns, **no, **sides)
+        c.sinks = False
         items, walk = item_functions(block, ITEMS, iter(range(1, len(ITEMS) + 1)))
         items.visits, items.visit_words = lambda slot: (0, block.words[slot + COUNT]), 0
         a = Arguments(heads=len(ITEMS), group=1, walks=len(ITEMS), tiles=1, scale=1.0)

@@ -25,8 +25,10 @@ from test_numba_barriers import (
     Cuda,
     Lots,
     Stuck,
+    functions,
     item_functions,
     machine,
+    same,
 )
 
 from flashsim.backends.numba_gpu.hopper import backward_roles, backward_wide, kv_outer
@@ -100,10 +102,6 @@ def played(block):
         assert visit[0] // block.heads == key_head, "another item's"
         assert others in ([], [visit, visit]), "chunks of several visits"
         return visit
-
-    def same(*visits):
-        assert len(set(visits)) == 1, visits
-        return visits[0]
 
     def whole_scores(value):
         """The visit of P or dS in shared memory."""
@@ -260,11 +258,13 @@ def played(block):
         fence_shared=lambda: None,
         lay_down=lay_down,
         add_from=add_from,
+        score_products=lambda *_: same,
     )
     wide_gradients = SimpleNamespace(
         scores_place=lambda tile, group: tile,
         column_probabilities=lambda *_: lambda s, lse, *_: (same(s, lse), s),
         column_gradients=lambda *_: lambda p, dp, delta: same(p, dp, delta),
+        add_to_columns=lambda *_: same,
         queue_columns=queue_columns,
         add_columns=add_columns,
         store_columns=store_columns,
@@ -282,7 +282,7 @@ def played(block):
         rows_place=lambda dq: dq,
         stage_rows=lambda *_: stage,
     )
-    softmax = SimpleNamespace(scale_scores=lambda *_: None, mask_rows=lambda *_: None)
+    softmax = SimpleNamespace(scale_scores=lambda *_: lambda s, *_: s, mask_rows=lambda *_: None)
     return {
         **{"hopper": hopper, "gradients": gradients, "wide_gradients": wide_gradients},
         **{"softmax": softmax, "mma_tiles": SimpleNamespace(zeros=lambda n: tuple)},
@@ -295,18 +295,18 @@ def run(monkeypatch):
     """``run(shape, heads, seed)``: all roles of a block, which has all items, run to their end; or
     (`item`) of a cluster of so many `blocks`, which has that one. What they read is asserted."""
 
-    def of(shape, heads, seed, ignored=(), blocks=1, item=None):
+    def of(shape, heads, seed, ignored=(), blocks=1, item=None, scored=False):
         lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
         cluster, mine = Cluster(lots, ignored), range(len(counts)) if item is None else (item,)
         d, fused = SHAPES[shape] or (192, 1)
         by_roles = SHAPES[shape] is None
         at = Roles(64, 96, d, d) if by_roles else ColumnsDivided(64, 64, d, bool(fused))
         module = backward_roles if by_roles else backward_wide
-        no = ("scaled", "softcap", "ordered", "varlen", "left", "right", "after", "more")
+        no = ("softcap", "ordered", "varlen", "left", "right", "after", "more")
         sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), d)
         c = SimpleNamespace(
             **{"block_q": at.block_q, "block_k": at.block_k, "cluster": blocks, "bf16": 1},
-            **{"fused": fused, **dict.fromkeys(no, 0), **sides},
+            **{"fused": fused, "scaled": scored, **dict.fromkeys(no, 0), **sides},
         )
         a = Arguments(
             **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
@@ -318,7 +318,7 @@ def run(monkeypatch):
         for rank in range(blocks):
             block = WideBlock(at, lots, heads, ignored, cluster)
             items, walk = item_functions(block, counts, iter(mine[1:]))
-            replace_all(module, block, items, walk)
+            replace_all(module, block, items, walk, scored)
             names = [("producer", 0), ("statistics", 0)]
             names += [("sender", x) for x in range(block.senders)]
             names += [("consumer", x) for x in range(at.groups)]
@@ -356,14 +356,14 @@ def run(monkeypatch):
                 assert [visit for *_, share in sums for visit in share] == every
         assert not any(any(block.flying.values()) for block in cluster.blocks)
 
-    def replace_all(module, block, items, walk):
+    def replace_all(module, block, items, walk, scored):
         for name, value in {
             **{"int32": int, "int64": int, "float32": float, "cuda": Cuda(block.cluster)},
             **{"device": lambda f: f, "quotient": lambda x, y: x // y},
             **{"shared_base": lambda: 0, "constants": lambda kernel: kernel},
             **{"walk_functions": lambda *_, **__: walk, "rows_of": lambda c: (None, None)},
             **{"item_functions": lambda *_, **__: items},
-            **played(block),
+            **{**functions(scored), **played(block)},
         }.items():
             for where in (module, kv_outer):
                 if hasattr(where, name):
@@ -378,6 +378,12 @@ def test_every_role_finds_what_it_waits_for(run, shape, heads):
     """Of items without visits, of one, of two and of more, in a row."""
     for seed in range(6):
         run(shape, heads, seed)
+
+
+@pytest.mark.parametrize("shape", [x for x in SHAPES if x != "roles"])
+def test_every_role_finds_what_it_waits_for_with_a_score_function(run, shape):
+    for seed in range(6):
+        run(shape, 2, seed, scored=True)
 
 
 #: Barriers by shape: mbarriers, and the numbers of named ones (see the kernels' constants). With

@@ -1,13 +1,12 @@
 """benchmarks/soak_gpu.py without a GPU: the simulator stands in for kernels, honest or not."""
 
-import importlib
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import script
 
 import flashsim
 from flashsim import Trace
@@ -18,9 +17,7 @@ pytestmark = pytest.mark.promise("failures end in words")
 
 @pytest.fixture
 def soak(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "soak_gpu", raising=False)
-    module = importlib.import_module("soak_gpu")
+    module = script("soak_gpu")
     monkeypatch.setattr(module, "LENGTHS", (1, 7, 16, 33))
     simulate = flashsim.run
 

@@ -2,17 +2,15 @@
 through its own launcher; its benchmark.
 """
 
-import csv
 import ctypes
-import importlib
 import re
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from repository import recorded, script
 
 from flashsim import softmax_matmul
 from flashsim.errors import TilingError
@@ -162,9 +160,7 @@ class FakeLab:
 
 
 def test_the_benchmark_has_a_row_for_every_configuration(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "softmax_matmul", raising=False)
-    bench = importlib.import_module("softmax_matmul")
+    bench = script("softmax_matmul")
 
     def fused(x, v, block):
         if block == 64:
@@ -176,8 +172,7 @@ def test_the_benchmark_has_a_row_for_every_configuration(monkeypatch, tmp_path, 
     given = ["softmax_matmul.py", "--d2", "64,128", "--passes", "3", "--csv", str(out)]
     monkeypatch.setattr(sys, "argv", given)
     bench.main()
-    with out.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+    rows = recorded(out)
     assert list(rows[0]) == list(bench.COLUMNS)
     assert len(bench.COLUMNS) == 9
     blocks = [(row["d2"], row["BLOCK"], row["triton"]) for row in rows]

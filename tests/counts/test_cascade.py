@@ -1,7 +1,5 @@
 """A prefix that all entries of a batch share: walked once, merged, counted in closed form."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers import tensors

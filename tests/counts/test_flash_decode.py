@@ -1,7 +1,5 @@
 """FlashDecoding: executed, judged by the oracle, and counted in closed form, for every option."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers import DTYPES, KINDS, Judge, brute_force_mask, tensors

@@ -157,6 +157,8 @@ def test_count_and_trace_speak_of_dram():
         ({"partitions": 3}, "partitions must be between 1 and 2, got 3"),
         ({"blocks_per_sm": 0}, "blocks_per_sm must be at least 1, got 0"),
         ({"jitter": 1.5}, "jitter must be at least 0 and below 1e-3 seconds, got 1.5"),
+        ({"wait": -1e-9}, "wait must be at least 0 and below 1e-3 seconds, got -1e-09"),
+        ({"masked": -1}, "masked must be between 0 and 1000, got -1"),
         ({"ways": 0}, "ways must be between 1 and 64, got 0"),
         ({"ways": None, "partitions": 2}, "must have one partition, got partitions=2"),
         ({"seed": -1}, "seed must be at least 0"),

@@ -171,9 +171,9 @@ def test_jitter_is_a_share_of_the_time_of_a_visit():
     where = stage, traffic.schedule(stage)
     seconds = 4 * 64 * 64 * 64 / (device.tensor_flops["bfloat16"] / (132 * 2))  # of a visit
     model = l2.L2Model(jitter=0.25 * seconds, blocks_per_sm=2)
-    assert model.shares(*where, device, "flash2", "forward")[0] == pytest.approx(0.25)
+    assert model.shares(*where, device, "flash2", "forward").jitter == pytest.approx(0.25)
     unknown = small_device(1 << 20)
-    assert model.shares(*where, unknown, "flash2", "forward") == (0, 0)
+    assert not any(model.shares(*where, unknown, "flash2", "forward"))
     orders = {}
     for jitter in (0, 0.25 * seconds):
         tiles, (part,) = streams(traffic, l2.L2Model(jitter=jitter, blocks_per_sm=2))
@@ -181,6 +181,46 @@ def test_jitter_is_a_share_of_the_time_of_a_visit():
         orders[jitter] = np.abs(np.diff(asked)).sum()
     assert orders[0] == 31  # from tile 0 to tile 31, once
     assert orders[0.25 * seconds] > 100
+
+
+def test_a_visit_with_a_mask_takes_longer():
+    """The second key tile ends inside the tile, so all its visits are masked: its block lags."""
+    p = Problem(1024, 100, head_dim=64, dtype="bfloat16")
+    traffic = flashsim.count(p, direction="backward", tiling=Tiling(64, 64), device="H100")
+    stage = next(stage for stage in traffic.stages if stage.name == "dkdv")
+    where = stage, traffic.schedule(stage), traffic.device, "flash2", "backward"
+    given = {"jitter": 0, "blocks_per_sm": 1}
+    once = 1 / l2.L2Model(masked=1, **given).shares(*where).masked  # doubles a visit's time
+    before = {}
+    for masked in (0, once):
+        tiles, parts = streams(traffic, l2.L2Model(masked=masked, **given))
+        ids = next(part.ids for part in parts if part.stage.name == "dkdv")
+        asked = ids[(ids >= tiles.first["Q"]) & (ids < tiles.first["Q"] + 16)] - tiles.first["Q"]
+        before[masked] = int((asked == 15).argmax())  # requests before one for the last row tile
+    assert before[0] == 30  # both blocks asked for the 15 others
+    assert before[once] in (22, 23)  # the other block is half as far
+
+
+def test_a_block_that_no_other_block_helps_waits_for_dram():
+    """Two blocks share head 0 and miss by turns; the only block of head 1 misses always."""
+    p = Problem(128, 2048, head_dim=64, heads=2, dtype="bfloat16")
+    traffic = flashsim.count(p, tiling=Tiling(64, 64), device="H100")
+    traffic.device = replace(traffic.device, sm_count=3)
+    stage, tiles = traffic.stages[0], l2.model._tiles(traffic)
+    given = {"jitter": 0, "blocks_per_sm": 1}
+    seconds = l2.L2Model(**given).visit_seconds(
+        stage, traffic.schedule(stage), traffic.device, "flash2", "forward"
+    )
+    others = {}
+    for wait in (0, seconds):
+        model = l2.L2Model(wait=wait, **given)
+        cache = l2.model._Sets(tiles, traffic.device, model).copy()
+        ids = l2.model._stream(traffic, stage, tiles, model, cache).ids
+        head = (ids - tiles.first["K"]) // 32
+        keys = head[(ids >= tiles.first["K"]) & (head < 2)]
+        others[wait] = int((keys[: np.flatnonzero(keys == 0)[-1]] == 1).sum())
+    assert others[0] == 31  # of 32 tiles of keys, the last is to come
+    assert others[seconds] == pytest.approx(24, abs=1)  # a visit takes 2 instead of 1.5
 
 
 def test_all_blocks_run_once_whatever_the_order():

@@ -1,7 +1,5 @@
 """Latent attention: V is columns of K, and one load serves both."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers import Judge, tensors

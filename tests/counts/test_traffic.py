@@ -1,7 +1,5 @@
 """The closed form against what the simulator measured: equal as integers, for every problem."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """FLOPs by kind against what NumPy is seen to do while the simulator runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import ClassVar
 

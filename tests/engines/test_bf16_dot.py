@@ -1,7 +1,5 @@
 """bfloat16 on AMX and AVX512-BF16: what LLVM makes of it, emulated everywhere, run where it can."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import re

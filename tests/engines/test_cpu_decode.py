@@ -1,7 +1,5 @@
 """One query a head on the CPU engine: results, traces, parts, threads, and its sums."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The CPU engine beyond its numbers (those are in test_engines.py): traces, bits, code, errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

@@ -1,21 +1,12 @@
 """benchmarks/cpu_queue.py: who takes which item when, and which items there are."""
 
-from __future__ import annotations
-
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "cpu_queue.py"
+from repository import script
 
 
 @pytest.fixture(scope="module")
 def queue():
-    spec = importlib.util.spec_from_file_location("cpu_queue", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("cpu_queue")
 
 
 def test_items_go_to_whoever_is_free_first(queue):

@@ -1,7 +1,5 @@
 """Every engine and algorithm, forward and backward, judged by the error of plain attention."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers import (

@@ -1,7 +1,5 @@
 """Scores at the edges of their type: -inf and the largest finite numbers, caps that saturate."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import ml_dtypes

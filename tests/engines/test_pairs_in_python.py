@@ -3,8 +3,6 @@
 Compiled, they are in test_bf16_dot.py. Products here are NumPy's.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from test_bf16_dot import bits, left, right

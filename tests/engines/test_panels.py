@@ -1,7 +1,5 @@
 """The CPU engine's panel operations: vector code against definitions, and what LLVM makes of it."""
 
-from __future__ import annotations
-
 import re
 
 import llvmlite.binding as llvm

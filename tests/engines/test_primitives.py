@@ -1,7 +1,5 @@
 """What threads of the CPU engine share work with: atomics, turns, arrays that nobody counts."""
 
-from __future__ import annotations
-
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """On which CPUs the engine's threads wake, and whom a call waits for."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

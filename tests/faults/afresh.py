@@ -4,8 +4,6 @@ What else the tests import is imported once: processes are forked from one that 
 nothing of flashsim, so that a bug can still be seeded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing

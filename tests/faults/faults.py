@@ -5,8 +5,6 @@ that no longer occurs exactly once is an error: a fault that changes nothing wou
 Those that need a GPU are in `faults_numba` (kernels in Python) and `kernel_faults` (CUDA C++).
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.machinery
 import importlib.util

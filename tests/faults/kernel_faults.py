@@ -7,8 +7,6 @@ those that show by luck only: the portable kernels' first tiles, not awaited, ma
 the time that all copies are under way; test_emulated.py has that one: nothing is early there.
 """
 
-from __future__ import annotations
-
 from faults import Fault
 
 HOPPER_FORWARD = "hopper/forward.cu"
@@ -247,7 +245,7 @@ FAULTS = {
     "deferred-ds-not-awaited": Fault(
         "dQ of the last visit starts though the other warpgroup may not have written its dS",
         *(BACKWARD, "if (due) wait(&s.ds_full[of], stage ? ring.parity : ring.parity ^ 1);", ""),
-        hopper("test_dq_of_a_visit and many and 64"),
+        hopper("clusters_take_what and problem0 and True"),
     ),
     "wide-scores-not-awaited": Fault(
         "dV starts before the other warpgroup has written its P",

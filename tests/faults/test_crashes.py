@@ -1,7 +1,5 @@
 """A crash of a test process ends the run as a failure that names the test, and never hangs it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Each seeded fault must make the suite fail: these tests pass only if others do not."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -1,7 +1,5 @@
 """Each bug seeded into a kernel must make the GPU tests fail, and must still be a kernel."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

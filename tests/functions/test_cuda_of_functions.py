@@ -1,7 +1,5 @@
 """The CUDA C++ text of random functions, compiled for this CPU, computes what their graphs do."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

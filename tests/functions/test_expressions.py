@@ -1,7 +1,5 @@
 """Tracing, evaluation and derivatives of score and mask functions."""
 
-from __future__ import annotations
-
 import functools
 import math
 from types import SimpleNamespace

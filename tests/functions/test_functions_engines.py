@@ -1,7 +1,5 @@
 """Score and mask functions, and sinks, on the CPU's engines: results, gradients and counts."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bounds of functions over boxes, and the tiles that a mask function keeps."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

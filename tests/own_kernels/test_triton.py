@@ -507,6 +507,13 @@ def test_block_pointers_and_tensor_descriptors(kernel):
     assert traced.findings == [one for one in traced.findings if one.kind == "masked lanes"]
 
 
+def test_a_number_can_be_stored_to_a_block():
+    y = np.zeros(20, np.float32)
+    traced = trace(cases.fill_block, (1,), y, 20, BLOCK=32)
+    np.testing.assert_array_equal(y, 1.5)
+    assert traced.bytes("store", "y_ptr") == 80
+
+
 def test_helpers_atomics_and_locks():
     x, y = draw(64)[0], np.zeros(64, np.float32)
     trace(cases.with_a_helper, (1,), x, y, BLOCK=64)

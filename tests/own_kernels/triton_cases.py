@@ -104,6 +104,11 @@ def copy_blocks(x_ptr, y_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr
 
 
 @triton.jit
+def fill_block(y_ptr, n, BLOCK: tl.constexpr):
+    tl.store(tl.make_block_ptr(y_ptr, (n,), (1,), (0,), (BLOCK,), (0,)), 1.5, boundary_check=(0,))
+
+
+@triton.jit
 def copy_described(x_ptr, y_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     x = tl.make_tensor_descriptor(x_ptr, [rows, cols], [cols, 1], [ROWS, COLS])
     y = tl.make_tensor_descriptor(y_ptr, [rows, cols], [cols, 1], [ROWS, COLS])

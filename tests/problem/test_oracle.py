@@ -1,7 +1,5 @@
 """The oracle against differences, a second formula and a mask decided one score at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers import brute_force_mask, plain, tensors

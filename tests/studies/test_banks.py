@@ -1,18 +1,12 @@
 """Bank conflicts and sectors: counts that follow by hand, and what cannot be asked."""
 
-import csv
-import importlib
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from repository import recorded, script
 
 from flashsim import OptionError, banks
 
 pytestmark = pytest.mark.promise("predictions are judged")
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -88,10 +82,8 @@ def test_the_table_leaves_out_what_would_tear_a_read_apart():
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "banks", raising=False)
-    return importlib.import_module("banks")
+def bench():
+    return script("banks")
 
 
 def test_counters_are_held_against_the_prediction(bench):
@@ -113,10 +105,9 @@ def test_counters_are_held_against_the_prediction(bench):
 
 
 def test_an_h200_counted_what_is_predicted():
-    with (ROOT / "docs/data/banks-h200.csv").open(encoding="utf-8", newline="") as file:
-        rows = [*csv.DictReader(file)]
-    assert len(rows) >= 28
-    for row in rows:
+    counted = recorded("banks-h200.csv")
+    assert len(counted) >= 28
+    for row in counted:
         dtype = "bfloat16" if row["B a lane"] == "2" or row["pattern"] == "ldmatrix" else "float32"
         request = banks.access(row["pattern"], row["layout"], dtype=dtype)
         for name in ("wavefronts", "conflicts", "sectors"):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from flashsim import Device, OptionError, Problem, Tiling, claims
-from flashsim.studies.claims import bytes_and_flops, numbers
 from flashsim.studies.reproduce import pallas
 
 pytestmark = pytest.mark.promise("doc figures are measured")
@@ -41,9 +40,9 @@ def test_an_unknown_claim_is_refused():
     ("change", "name"),
     [
         # Had the text been right, each check would say so.
-        ((bytes_and_flops, "MIB", 1 << 19), "scores-32"),
-        ((numbers, "_hadamard", np.eye), "incoherent"),  # nothing is spread any more
-        ((numbers, "_BLOCK", numbers._N), "tile-softmax"),  # one tile, the whole row
+        ((claims, "MIB", 1 << 19), "scores-32"),
+        ((claims, "_hadamard", np.eye), "incoherent"),  # nothing is spread any more
+        ((claims, "_BLOCK", claims._N), "tile-softmax"),  # one tile, the whole row
     ],
 )
 def test_a_verdict_follows_what_is_computed(monkeypatch, change, name):
@@ -53,7 +52,7 @@ def test_a_verdict_follows_what_is_computed(monkeypatch, change, name):
 
 def test_the_tile_that_fits_an_a100_is_the_largest_square():
     device = Device.get("A100")
-    side = bytes_and_flops._largest_square(device, "float16")
+    side = claims._largest_square(device, "float16")
     problem = Problem(1 << 20, head_dim=64, dtype="float16")
     assert Tiling(side, side).footprint(problem) <= device.sram_bytes
     assert Tiling(side + 1, side + 1).footprint(problem) > device.sram_bytes

@@ -13,12 +13,11 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from commands import invoke, ok, refused
 from wrong_solutions import WRONG, seeded
 
 import flashsim
 from flashsim import OptionError
-from flashsim.cli.app import app
 from flashsim.engines.sandbox.recorder import kind_of
 from flashsim.exercises import checking, get, grade, kernel_names, names, submissions, words
 from flashsim.exercises.exercise import KINDS
@@ -199,9 +198,9 @@ def test_a_lecturers_exercise_is_one_file(tmp_path):
     assert marks.points == 100
     wrong = seeded(one.solution_source, "Q *= Q", "Q = Q * Q")
     assert grade(wrong, one)[0].marks[4].kind == "overflow"
-    checked = json.loads(ok("exercise", "check", path, "--json"))
+    checked = json.loads(ok("exercise check", path, "--json"))
     assert [row["right"] for row in checked] == [True] * 5
-    started = ok("exercise", "start", path, "-o", tmp_path / "mine.py")
+    started = ok("exercise start", path, "-o", tmp_path / "mine.py")
     assert f"mine.py --exercise {path}`" in started
     assert (tmp_path / "mine.py").read_text() == one.file_text
     marks, _ = submissions.grade_file(tmp_path / "mine.py", str(path))
@@ -235,8 +234,7 @@ def test_an_exercise_with_a_fault_does_not_pass_the_check(tmp_path, find, put, r
         text = path.read_text()
         solution = get(str(path.with_name("right.py"))).solution_source
         path.write_text(text.replace("EXERCISE =", f"SOLUTION = {solution!r}\nEXERCISE ="))
-    result = CliRunner().invoke(app, ["exercise", "check", str(path), "--json"])
-    assert result.exit_code == 1
+    assert invoke("exercise check", path, "--json").exit_code == 1
     rows = checking.check(get(str(path))).records()
     assert not rows[row]["right"]
     assert said in rows[row]["words"]
@@ -244,7 +242,7 @@ def test_an_exercise_with_a_fault_does_not_pass_the_check(tmp_path, find, put, r
 
 def test_an_exercise_that_cannot_be_solved_is_not_started(tmp_path):
     path = changed(tmp_path, "np.sqrt(Q.sum(axis=1))", "Q.sum(axis=1)")
-    said = fails("exercise", "start", path, "-o", tmp_path / "mine.py")
+    said = refused("exercise start", path, "-o", tmp_path / "mine.py")
     assert (
         "its reference solution gets only 0 points (L, normal inputs: the root is missing" in said
     )
@@ -253,7 +251,7 @@ def test_an_exercise_that_cannot_be_solved_is_not_started(tmp_path):
 
 def test_a_solution_that_is_kept(tmp_path):
     path = changed(tmp_path, "    task=Task", "    revealed=False,\n    task=Task")
-    assert "the solution of row-norms is not published" in fails("exercise", "reveal", path)
+    assert "the solution of row-norms is not published" in refused("exercise reveal", path)
 
 
 def test_a_revealed_solution_has_its_imports(tmp_path):
@@ -262,12 +260,12 @@ def test_a_revealed_solution_has_its_imports(tmp_path):
         path.read_text().replace("import numpy", "import math\nimport os\nimport numpy")
     )
     out = tmp_path / "mine.py"
-    ok("exercise", "reveal", path, "-o", out)
+    ok("exercise reveal", path, "-o", out)
     assert out.read_text().startswith(
         "# flashsim exercise: row-norms\n\nimport numpy as np\nimport math\n\n\ndef"
     )
-    assert "already exists; pass --force" in fails("exercise", "reveal", path, "-o", out)
-    text = ok("exercise", "grade", out, "--exercise", path)
+    assert "already exists; pass --force" in refused("exercise reveal", path, "-o", out)
+    text = ok("exercise grade", out, "--exercise", path)
     assert text.startswith("row-norms: 100 of 100 points")
 
 
@@ -281,11 +279,11 @@ def test_a_folder_is_graded_as_a_table(tmp_path):
     (tmp_path / "a.py").write_text(f"# flashsim exercise: dq\n{get('dq').solution_source}")
     (tmp_path / "b.py").write_text("x = 1")
     (tmp_path / "c").mkdir()
-    text = ok("exercise", "grade", tmp_path, "--jobs", 1)
+    text = ok("exercise grade", tmp_path, "--jobs", 1)
     assert "3 files" in text
     assert "1 of 3 get all points" in text
     rows = list(
-        csv.DictReader(ok("exercise", "grade", tmp_path, "--exercise", "dq", "--csv").splitlines())
+        csv.DictReader(ok("exercise grade", tmp_path, "--exercise", "dq", "--csv").splitlines())
     )
     assert [(row["file"], row["points"], row["results"]) for row in rows] == [
         ("a.py", "100", "40"),
@@ -294,9 +292,9 @@ def test_a_folder_is_graded_as_a_table(tmp_path):
     ]
     assert "the folder contains no .py file" in rows[2]["why"]
     assert rows[1]["why"] == "the file defines no function solution(machine)"
-    (row,) = csv.DictReader(ok("exercise", "grade", tmp_path / "a.py", "--csv").splitlines())
+    (row,) = csv.DictReader(ok("exercise grade", tmp_path / "a.py", "--csv").splitlines())
     assert (row["file"], row["points"]) == ("a.py", "100")
-    assert "need a single file, but a folder was passed" in fails(
+    assert "need a single file, but a folder was passed" in refused(
         "exercise", "grade", tmp_path, "--save", "x.npz"
     )
 
@@ -360,20 +358,8 @@ def test_inputs_come_in_four_kinds(kind):
 # -- the command ------------------------------------------------------------------------------
 
 
-def ok(*arguments, **how):
-    result = CliRunner().invoke(app, [str(x) for x in arguments], **how)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def fails(*arguments):
-    result = CliRunner().invoke(app, [str(x) for x in arguments])
-    assert result.exit_code == 2
-    return result.stderr
-
-
 def test_list():
-    rows = json.loads(ok("exercise", "list", "--json"))
+    rows = json.loads(ok("exercise list", "--json"))
     assert [row["name"] for row in rows] == [*names(), *kernel_names()]
     (flash2,) = (row for row in rows if row["name"] == "flash2-forward")
     assert flash2["full marks B"] == FLASH2.full_marks_bytes
@@ -381,20 +367,20 @@ def test_list():
 
 def test_start_hint_reveal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "flashsim exercise grade flash2_forward.py" in ok("exercise", "start", "flash2-forward")
+    assert "flashsim exercise grade flash2_forward.py" in ok("exercise start", "flash2-forward")
     assert Path("flash2_forward.py").read_text() == FLASH2.file_text
-    assert "already exists; pass --force" in fails("exercise", "start", "flash2-forward")
-    ok("exercise", "start", "flash2-forward", "--force")
-    assert ok("exercise", "hint", "dq").startswith("1 of 3: Each iteration needs K twice")
-    assert "has 3 hints, got --number 4" in fails("exercise", "hint", "dq", "-n", 4)
-    shown = ok("exercise", "reveal", "dq")
+    assert "already exists; pass --force" in refused("exercise start", "flash2-forward")
+    ok("exercise start", "flash2-forward", "--force")
+    assert ok("exercise hint", "dq").startswith("1 of 3: Each iteration needs K twice")
+    assert "has 3 hints, got --number 4" in refused("exercise hint", "dq", "-n", 4)
+    shown = ok("exercise reveal", "dq")
     assert shown.endswith(get("dq").solution_source)
     Path("shown.py").write_text(shown)
-    assert "dq: 100 of 100 points" in ok("exercise", "grade", "shown.py")
+    assert "dq: 100 of 100 points" in ok("exercise grade", "shown.py")
 
 
 def test_predict(tmp_path):
-    text = ok("exercise", "predict", "naive-softmax", input="6144\n0\n")
+    text = ok("exercise predict", "naive-softmax", input="6144\n0\n")
     assert "32 queries, 48 keys" in text
     assert (
         text.index("bytes loaded")
@@ -402,7 +388,7 @@ def test_predict(tmp_path):
         < text.index("compulsory")
     )
     right = ("--loaded", 6144, "--stored", 6144, "--plot", tmp_path / "p.svg")
-    assert "to the byte!" in ok("exercise", "predict", "naive-softmax", *right)
+    assert "to the byte!" in ok("exercise predict", "naive-softmax", *right)
     assert "compulsory 12.3 kB" in (tmp_path / "p.svg").read_text()
 
 
@@ -415,8 +401,8 @@ def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
     source = seeded(one.solution_source, "*16", "12")
     path.write_text(f"# flashsim exercise: fewest-bytes\n{source}")
     scope, picture, trace = (tmp_path / name for name in ("results.json", "p.svg", "t.npz"))
-    text = ok("exercise", "grade", path, "--gradescope", scope, "--plot", picture, "--save", trace)
-    marks = json.loads(ok("exercise", "grade", path, "--json"))
+    text = ok("exercise grade", path, "--gradescope", scope, "--plot", picture, "--save", trace)
+    marks = json.loads(ok("exercise grade", path, "--json"))
     assert text.startswith(f"fewest-bytes: {marks['points']} of 100 points\n")
     assert "K was loaded 16 times; 12 times is enough" in text
     assert "lower bound" in text
@@ -455,7 +441,7 @@ def test_the_guides_autograder(tmp_path):
 
 def test_grade_without_a_trace(tmp_path):
     (tmp_path / "x.py").write_text("# flashsim exercise: dq\nx = (\n")
-    text = ok("exercise", "grade", tmp_path / "x.py", "--plot", tmp_path / "p.png")
+    text = ok("exercise grade", tmp_path / "x.py", "--plot", tmp_path / "p.png")
     assert "Python cannot read the file" in text
     assert not (tmp_path / "p.png").exists()
 

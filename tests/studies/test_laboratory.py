@@ -1,15 +1,12 @@
 """The precision laboratory."""
 
-import json
-
 import numpy as np
 import pytest
+from commands import ok, refused, rows
 from helpers import KINDS, tensors
-from typer.testing import CliRunner
 
 import flashsim
 from flashsim import OptionError, Problem, precision
-from flashsim.cli.app import app
 
 
 def test_inputs_are_the_four_kinds_of_the_suite_and_the_outliers_of_the_paper():
@@ -62,17 +59,14 @@ def test_float16_scores_overflow_and_say_so_in_the_table():
 
 
 def test_the_command(tmp_path):
-    invoke = lambda *words: CliRunner().invoke(app, ["study", "precision", *words])  # noqa: E731
     words = ("-n", "32,64", "-d", "16", "--kinds", "normal,heavy", "--points", "lse,ds")
     plot = tmp_path / "precision.png"
-    done = invoke(*words, "--plot", str(plot))
-    assert done.exit_code == 0, done.output
-    assert "as N grows, normal inputs" in done.stdout
-    assert "by inputs, N = 64" in done.stdout
+    said = ok("study precision", *words, "--plot", plot)
+    assert "as N grows, normal inputs" in said
+    assert "by inputs, N = 64" in said
     assert plot.stat().st_size > 5000
-    rows = json.loads(invoke(*words, "--json").stdout)
-    assert len(rows) == 2 * 2 * 3
-    assert {row["lowered"] for row in rows} == {"float32", "lse", "ds"}
-    kernels = invoke("-n", "32", "-d", "16", "--published")
-    assert "flash-attention-2" in kernels.stdout
-    assert invoke("--published", "--plot", str(plot)).exit_code == 2
+    table = rows("study precision", *words)
+    assert len(table) == 2 * 2 * 3
+    assert {row["lowered"] for row in table} == {"float32", "lse", "ds"}
+    assert "flash-attention-2" in ok("study precision", "-n", 32, "-d", 16, "--published")
+    refused("study precision", "--published", "--plot", plot)

@@ -1,22 +1,19 @@
 """benchmarks/limits.py without a GPU: what it measures first, and what it has when it stops."""
 
 import csv
-import importlib
 import sys
-from pathlib import Path
 
 import pytest
+from repository import recorded, script
 
-ROOT = Path(__file__).parents[2]
 SHAPE = ("head_dim", "seq_len", "causal", "batch", "window", "heads", "kv_heads")
 #: Passes that are behind, the worst last: backward of N = 8, 16 and 32.
 BEHIND = {8: 0.9, 16: 0.8, 32: 0.7}
 
 
 @pytest.fixture
-def limits(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("limits")
+def limits():
+    return script("limits")
 
 
 @pytest.fixture
@@ -69,10 +66,9 @@ def run(bench, monkeypatch, *options):
 
 def kept(bench):
     """N of the rows in the file."""
-    with bench.file.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert all(row["us"] == "1.0" and row["sm__x"] == "50" for row in rows)
-    return [(int(row["n"]), row["implementation"]) for row in rows]
+    found = recorded(bench.file)
+    assert all(row["us"] == "1.0" and row["sm__x"] == "50" for row in found)
+    return [(int(row["n"]), row["implementation"]) for row in found]
 
 
 def both(*lengths):

@@ -37,11 +37,12 @@ def test_clusters_take_what_whole_rounds_leave():
     visits = Constants(tensor=1.0, visit=1e-6, launch=0.0)
     options = {"direction": "backward", "algorithm": "flash2-fused"}
     found = predict(PROBLEM, **options, constants={"fused, deferred": visits}).stages[1]
-    product = 5 * 2 * 64 * 128 * 128 / (989.4e12 / 132)  # of S, dP, dV, dK and dQ
+    # of S, dP, dV, dK and dQ; S and dP have 16 more columns
+    product = 2 * 64 * 128 * (5 * 128 + 2 * 16) / (989.4e12 / 132)
     item = 64 * (product + 1e-6)  # 4,096 queries, 64 at a time
-    adding_up = 1e-6 * cost_model.ADDING_UP[128]
+    doubling = 1e-6 * cost_model.ADDING_UP[128] / 2
     # 58 pairs begin at once, the 8 others where the two clusters of 8 were.
-    last = item / 8 + adding_up + item / 2 + adding_up
+    last = item / 8 + 3 * doubling + item / 2 + doubling
     tiles, hbm = 15 * item + last, found.units["HBM"]
     assert found.seconds == pytest.approx((tiles**3 + hbm**3) ** (1 / 3), rel=1e-9)
     assert found.seconds < 16 * item
@@ -49,12 +50,42 @@ def test_clusters_take_what_whole_rounds_leave():
     assert found.units["tensor cores"] == pytest.approx(2048 * 64 * product / 132)
 
 
+def test_loading_the_statistics_costs_instructions_that_a_product_saves():
+    """In float16, a kernel for dK and dV loads the log-sum-exp and delta; in bfloat16 up to 128
+    columns products add them; beyond, every kernel loads them."""
+    loads = Constants(loads=1000.0, launch=0.0)
+    for d, stage, bfloat16 in ((128, "dkdv", False), (192, "dkdv, wide", True)):
+        found = {}
+        for dtype in ("bfloat16", "float16"):
+            p = replace(PROBLEM, head_dim=d, head_dim_v=d, dtype=dtype)
+            given = {stage: loads, stage.replace("dkdv", "dq"): Constants(launch=0.0)}
+            both = (
+                predict(p, direction="backward", constants=given | {stage: c}).stages[1].seconds
+                for c in (loads, Constants(launch=0.0))
+            )
+            found[dtype] = next(both) > 3 * next(both)
+        assert found == {"bfloat16": bfloat16, "float16": True}
+
+
+def test_l2_keeps_a_part_of_what_just_fits():
+    """Up to two thirds of L2 nothing crosses HBM again; from all of L2 on, everything does."""
+    none = {"forward": Constants(launch=0.0)}
+    l2_bytes, found = Device.get("H200").l2_bytes, {}
+    for share in (0.6, 0.8, 0.9, 1.1):  # Q, K, V and O have 4 x 128 bytes per row, LSE has 4
+        p = Problem(round(share * l2_bytes / 516 / 16), head_dim=64, heads=16, dtype="bfloat16")
+        (stage,) = predict(p, constants=none).stages
+        found[share] = stage.units["HBM"] * Device.get("H200").hbm_bandwidth / (share * l2_bytes)
+    assert found[0.6] == 0
+    assert found[0.9] == pytest.approx(0.7 * found[1.1], rel=1e-3)
+    assert found[0.8] == pytest.approx(0.4 * found[1.1], rel=1e-3)
+
+
 def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
     """Long walks compute dQ of a visit in the next one; of one visit there is no next one."""
     short = replace(PROBLEM, n_q=512, n_kv=512)
     asked = {
         "flash2-fused": {"fused, 128": short, "fused, deferred, 128": PROBLEM},
-        "flash2-once": {"fused, once": replace(PROBLEM, n_q=128, n_kv=128)},
+        "flash2-once": {"fused, once, 128": replace(PROBLEM, n_q=128, n_kv=128)},
     }
     for algorithm, each in asked.items():
         for name, problem in each.items():

@@ -1,5 +1,6 @@
 """Published numbers: what we recompute agrees where it must, and the pages say what differs."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import flashsim
 from flashsim import OptionError, Problem
 from flashsim.counts import traffic
 from flashsim.studies import reproduce
-from flashsim.studies.reproduce import flash1_counts, fp8, pallas, smem_tiles
+from flashsim.studies.reproduce import memory_traffic, numerics, pallas, smem_tiles
 
 pytestmark = pytest.mark.promise("doc figures are measured")
 
@@ -72,7 +73,7 @@ def test_eight_gpus_fall_in_the_published_order():
 
 def test_memory_is_the_paper_less_what_its_program_keeps():
     """Both columns count S and T: the paper's 4 S + 10 T, ours 3 S + 8 T."""
-    for n, printed in zip(flash1_counts.LENGTHS, flash1_counts.PYTORCH_MB, strict=True):
+    for n, printed in zip(memory_traffic.LENGTHS, memory_traffic.PYTORCH_MB, strict=True):
         p = Problem(n, head_dim=64, batch=16, heads=8, dtype="float16")
         tensor, scores = 128 * n * 64 * 2, 128 * n * n * 2
         assert printed * 2**20 == 4 * scores + 10 * tensor
@@ -108,9 +109,9 @@ def test_fp8_errors_rank_as_published():
     """A smaller problem than the page's: quicker, and its errors are smaller."""
     table, flushed = (
         {row["quantity"]: row["ours"] for row in one.records()}
-        for one in fp8.fp8(n=1024, seeds=3, queries=128)
+        for one in numerics.fp8(n=1024, seeds=3, queries=128)
     )
-    assert list(table) == list(fp8.PAPER)
+    assert list(table) == list(numerics.PAPER)
     half, plain = table["float16, FlashAttention-2 and -3"], table["float16, baseline"]
     assert half < plain < table["FP8, FlashAttention-3"] / 10
     rotated = [table[name] for name in ("FP8, FlashAttention-3", "FP8, without block quantisation")]
@@ -174,3 +175,9 @@ def test_the_pallas_texts_shares_of_peak_need_thirty_two_heads():
     assert len(printed) == len(pallas.PER_CENT)
     assert all(abs(row["ours"] - row["paper"]) < 0.05 for row in printed.values())
     assert all(row["ours / paper"] == 1 for n in (3, 4) for row in rows("pallas", n).values())
+
+
+def test_a_table_of_published_numbers_can_be_copied_with_changes():
+    (table,) = reproduce.tables("decoding")
+    copy = dataclasses.replace(table, title="another title")
+    assert (copy.title, copy.columns, copy.rows) == ("another title", table.columns, table.rows)

@@ -1,12 +1,9 @@
 """What was kept of the soaks on an H200, judged again; docs/notebooks/counters.md prints it."""
 
-import csv
-import importlib
-import sys
-from pathlib import Path
 from statistics import median
 
 import pytest
+from repository import ROOT, page, recorded, script
 
 from flashsim.backends.launch_policy import hopper_kernels
 from flashsim.studies import verify
@@ -14,15 +11,12 @@ from flashsim.studies.verify.crossing import WALKS, shares, tensor_flops
 
 pytestmark = pytest.mark.promise("doc figures are measured")
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "notebooks" / "counters.md").read_text(encoding="utf-8")
-MODELS = (ROOT / "docs" / "reference" / "predictions.md").read_text(encoding="utf-8")
+PAGE, MODELS = page("notebooks/counters.md"), page("reference/predictions.md")
 
 
 @pytest.fixture(scope="module")
 def tables():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return importlib.import_module("doc_tables")
+    return script("doc_tables")
 
 
 def test_every_pass_that_was_soaked_agreed(tables):
@@ -82,8 +76,7 @@ def test_the_soak_has_kernels_that_defer_dq_and_their_flops_are_equal(monkeypatc
 
 def test_the_page_counts_what_the_judging_run_says():
     """Rows within their targets as predicted before the run; reads with the later rules, too."""
-    path = ROOT / "docs" / "data" / "soak-judged-h100.csv"
-    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    rows = recorded("soak-judged-h100.csv")
     kinds = {
         ("tensor FLOPs", "0.0"): "| tensor FLOPs | equal |",
         ("requested reduce", "0.001"): "| requested reduce | 0.1 % |",

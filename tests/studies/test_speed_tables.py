@@ -1,18 +1,11 @@
 """Speeds in the guides are those of the kept measurements."""
 
 import csv
-import importlib
-from pathlib import Path
 
 import pytest
+from repository import page, script
 
 pytestmark = pytest.mark.promise("doc figures are measured")
-
-ROOT = Path(__file__).parents[2]
-
-
-def page(name):
-    return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
 def words(*names):
@@ -27,10 +20,9 @@ BEHIND = [f"d = {d} without a mask at N = 16,384" for d in (64, 128)]
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     """A module of benchmarks/, by its name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
+    return script
 
 
 @pytest.fixture

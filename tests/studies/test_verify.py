@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from commands import invoke, ok, refused, rows
 
 import flashsim
 from flashsim import (
@@ -24,7 +24,6 @@ from flashsim import (
     l2,
 )
 from flashsim.backends.launch_policy.hopper_kernels import product_columns
-from flashsim.cli.app import app
 from flashsim.problem.hardware import PRESETS, reported
 from flashsim.problem.masks import BlockMask
 from flashsim.studies.verify import (
@@ -53,6 +52,21 @@ from flashsim.studies.verify.soak import table as table_of_worst
 pytestmark = pytest.mark.promise("predictions are judged")
 
 PROBLEM = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
+#: Words that measure one small launch.
+ON_H200 = (
+    "-n",
+    64,
+    "-d",
+    16,
+    "--heads",
+    1,
+    "--batch",
+    1,
+    "--backend",
+    "simulator",
+    "--device",
+    "H200",
+)
 HEADER = ["ID", "Process ID", "Kernel Name", "Grid Size", "Section Name"]
 
 
@@ -779,10 +793,9 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
         assert [case.device for case in kept.cases] == [gpu]
         (one,) = passes_of(kept)[0]
         assert one.traffic.device.l2_bytes == PRESETS[gpu].l2_bytes
-        shown = CliRunner().invoke(app, ["verify", "-n", "64", "-d", "16", "--heads", "1"])
-        assert shown.exit_code == 0, shown.output
-        assert f"on {gpu}" in " ".join(shown.output.split())
-        named = CliRunner().invoke(app, ["verify", "-n", "64", "--device", "A100", "--heads", "1"])
+        shown = ok("verify", "-n", 64, "-d", 16, "--heads", 1)
+        assert f"on {gpu}" in " ".join(shown.split())
+        named = invoke("verify", "-n", 64, "--device", "A100", "--heads", 1)
         assert "on A100" in " ".join(named.output.split())
     with pytest.raises(
         OptionError, match="backend 'simulator' does not run on a GPU; choose a GPU with device="
@@ -800,7 +813,7 @@ def test_without_a_gpu_nothing_is_predicted_for_one_by_default(monkeypatch, tmp_
     monkeypatch.setattr(cases, "require_cupy", fails)
     with pytest.raises(BackendUnavailable, match="no NVIDIA GPU"):
         record([Case(PROBLEM)])
-    assert "no NVIDIA GPU" in CliRunner().invoke(app, ["verify", "--soak", "1"]).output
+    assert "no NVIDIA GPU" in refused("verify", "--soak", 1)
 
 
 def test_the_workload_counts_only_where_it_is_told_to(tmp_path):
@@ -820,19 +833,13 @@ def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
     stand_in(tmp_path, f"print({text!r})")
     monkeypatch.setenv("PATH", str(tmp_path))
     kept = tmp_path / "kept.csv"
-    arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "simulator"]
-    arguments += ["--device", "H200"]
-    result = CliRunner().invoke(app, ["verify", *arguments, "--save", str(kept), "--json"])
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads(result.stdout)
+    (row,) = rows("verify", *ON_H200, "--save", kept)
     problem = Problem(64, head_dim=16, dtype="bfloat16")
     assert row["quantity"] == "reads at L2"
     assert row["predicted"] == flashsim.count(problem).bytes("load")
     assert row["measured"] == 320
     assert parse(kept.read_text()) == parse(text)
-    again = CliRunner().invoke(app, ["verify", "--from", str(kept), "--json"])
-    assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout) == [row]
+    assert rows("verify", "--from", kept) == [row]
 
 
 def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch):
@@ -841,13 +848,9 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
     stand_in(tmp_path, f"print({long_csv([('flash_forward', {counter: ('10', 'byte')})])!r})")
     monkeypatch.setenv("PATH", str(tmp_path))
     kept = tmp_path / "kept.csv"
-    arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "simulator"]
-    arguments += ["--device", "H200"]
-    first = CliRunner().invoke(app, ["verify", *arguments, "--causal", "--save", str(kept)])
-    assert first.exit_code == 0, first.output
-    second = CliRunner().invoke(app, ["verify", "--from", str(kept)])
-    assert second.stdout == first.stdout
-    (row,) = json.loads(CliRunner().invoke(app, ["verify", "--from", str(kept), "--json"]).stdout)
+    first = ok("verify", *ON_H200, "--causal", "--save", kept)
+    assert ok("verify", "--from", kept) == first
+    (row,) = rows("verify", "--from", kept)
     assert row["counted"] + 2 * 32 == row["predicted"]  # one block: two entries in tables
     counts_beside(kept).write_text('{"cases": [{}]}')
     with pytest.raises(
@@ -912,8 +915,8 @@ def test_a_soak_that_misses_a_target_fails(counted, status, monkeypatch, tmp_pat
     monkeypatch.setattr("flashsim.studies.verify.record", lambda cases: kept)
     monkeypatch.setattr("flashsim.studies.verify.passes_of", lambda record: [measured])
     path = tmp_path / "kept.csv"
-    result = CliRunner().invoke(app, ["verify", "--soak", "1", "--save", str(path)])
+    result = invoke("verify", "--soak", 1, "--save", path)
     assert result.exit_code == status, result.output
     assert "1 random cases" in result.output
-    again = CliRunner().invoke(app, ["verify", "--soak", "1", "--from", str(path)])
+    again = invoke("verify", "--soak", 1, "--from", path)
     assert again.exit_code == status, again.output

@@ -1,6 +1,5 @@
 """X-ray: tiles inferred from counters, of kernels whose tiles are known."""
 
-import csv
 import json
 import os
 import re
@@ -11,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from commands import ok, refused, rows
+from repository import recorded
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.cli.app import app
 from flashsim.errors import BackendUnavailable, TraceError
 from flashsim.studies.verify.ncu import METRICS
 from flashsim.studies.xray import LaunchCounters, Profile, XRay, infer, measure, measure_kernels
@@ -67,8 +66,7 @@ def test_tiles_of_flash_attention_2_are_those_in_its_kernels_names(xray):
 )
 def test_no_tile_of_known_kernels_is_wrong(longest):
     """Kernels of four origins on random shapes, measured on an H100 by benchmarks/xray.py."""
-    rows = list(csv.DictReader(TRUTH.with_suffix(".csv").read_text().splitlines()))
-    known = {int(row["read B"]): row["true"] for row in rows}
+    known = {int(row["read B"]): row["true"] for row in recorded(TRUTH.with_suffix(".csv"))}
     record = Profile.load(TRUTH)
     short = {n for n, call in enumerate(record.calls) if call["problem"]["n_q"] <= longest}
     launches = tuple(x for x in record.launches if x.call in short and int(x.seen.read) in known)
@@ -199,24 +197,17 @@ def test_whole_boxes_past_the_end_tell_the_key_tile():
 # -- the record, the command ----------------------------------------------------------------------
 
 
-def run(*words):
-    return CliRunner().invoke(app, ["xray", *map(str, words)], catch_exceptions=False)
-
-
 def test_the_command_reads_a_record_and_writes_page_and_plot(tmp_path):
     page, plot, few = tmp_path / "x.html", tmp_path / "x.png", tmp_path / "few.json"
     whole = Profile.load(SAVED)
     launches = tuple(one for one in whole.launches if one.call == 0)
     replace(whole, launches=launches).save(few)
-    done = run("--from", few, "--page", page, "--plot", plot)
-    assert done.exit_code == 0
-    assert "Query tile 128" in done.output
+    assert "Query tile 128" in ok("xray", "--from", few, "--page", page, "--plot", plot)
     text = page.read_text()
     assert "<svg" in text
     assert "<script" not in text
     assert plot.read_bytes().startswith(b"\x89PNG")
-    rows = json.loads(run("--from", few, "--json").stdout)
-    assert any(row["query tile"] == "128" for row in rows)
+    assert any(row["query tile"] == "128" for row in rows("xray", "--from", few))
 
 
 def test_a_record_is_what_was_saved(tmp_path):
@@ -294,8 +285,7 @@ def test_kernels_are_measured_by_name_and_shape(profiler):
     assert XRay(record).kernels[0].found.block_q == 128
     saved = profiler / "kept.json"
     sizes = ("-n", 1100, "-d", 64, "--heads", 4, "--batch", 1, "--dtype", "bfloat16")
-    done = run(program, "--kernel", "my", *sizes, "--device", "H100", "--save", saved)
-    assert done.exit_code == 0, done.output
+    ok("xray", program, "--kernel", "my", *sizes, "--device", "H100", "--save", saved)
     assert Profile.load(saved).launches == record.launches
 
 
@@ -308,9 +298,7 @@ def test_what_goes_wrong_is_said(profiler, monkeypatch):
         ((), "pass either a program to run"),
         ((profiler / "program.py", "-n", 10), "leave it out"),
     ):
-        done = run(*words)
-        assert done.exit_code == 2
-        assert said in done.output
+        assert said in refused("xray", *words)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BackendUnavailable, match="Nsight Compute"):
         measure(profiler / "program.py")
@@ -318,8 +306,7 @@ def test_what_goes_wrong_is_said(profiler, monkeypatch):
 
 def test_clusters_and_spills_are_told_and_their_tiles_right():
     """Kernels that read far more than their tiles: clusters' parts, registers that come back."""
-    lines = TRUTH.with_suffix(".csv").read_text().splitlines()
-    rows = {int(row["read B"]): row for row in csv.DictReader(lines)}
+    rows = {int(row["read B"]): row for row in recorded(TRUTH.with_suffix(".csv"))}
     record = Profile.load(TRUTH)
     reads = (39_117_568, 102_504_032, 63_371_008)
     calls = {x.call for x in record.launches if int(x.seen.read) in reads}

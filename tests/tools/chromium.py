@@ -3,8 +3,6 @@
 With FLASHSIM_SCREENSHOTS=FOLDER, a screenshot of every page is saved there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

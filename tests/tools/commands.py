@@ -11,13 +11,14 @@ from typer.testing import CliRunner
 from flashsim.cli.app import app
 
 
-def invoke(*arguments):
+def invoke(*arguments, **how):
     """Return the result of a command; its words may be any objects with a str.
 
-    The first may be a command inside a group: ``invoke("study dram", "-n", 64)``.
+    The first may be a command inside a group: ``invoke("study dram", "-n", 64)``; ``how`` is what
+    typer's runner takes, such as ``input=``.
     """
     command, *words = (str(x) for x in arguments)
-    return CliRunner().invoke(app, [*command.split(), *words])
+    return CliRunner().invoke(app, [*command.split(), *words], **how)
 
 
 def found(words):
@@ -40,11 +41,18 @@ def parsed(words):
     assert "is now" not in said.getvalue(), said.getvalue()
 
 
-def ok(*arguments):
+def ok(*arguments, **how):
     """Return the output of a command, which must succeed."""
-    result = invoke(*arguments)
+    result = invoke(*arguments, **how)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def refused(*arguments):
+    """Return what a command says as it ends as wrong input does."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    return result.stderr
 
 
 def rows(*arguments):

@@ -48,6 +48,7 @@ inline u32 __float_as_uint(float x) { return bits<u32>(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 #define __logf logf  // glibc has one of this name of its own
 inline int min(int a, int b) { return a < b ? a : b; }
+extern "C" int abs(int) noexcept;
 inline int max(int a, int b) { return a > b ? a : b; }
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline u32 atomicInc(u32* to, u32 last) {

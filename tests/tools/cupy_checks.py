@@ -3,8 +3,6 @@
 Outputs are filled with NaN before every kernel, so that unwritten elements show.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 

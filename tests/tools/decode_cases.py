@@ -1,7 +1,5 @@
 """Decoding cases: paged caches, the true attention over them, and the bytes of a launch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ GPU. It is slow, so problems must be small. It cannot show times, or errors that
 run truly in parallel.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil
@@ -21,7 +19,7 @@ import numpy as np
 
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
-from flashsim.backends.launch.functions import sources_of, tile_of
+from flashsim.backends.launch.functions import arrays_of_mask, sources_of, tile_of
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts
@@ -312,7 +310,7 @@ def of_functions(name: str) -> bool:
 
 def read_by_functions(problem: Problem, x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the captured arrays of score function and mask, and sinks, by name."""
-    of_mask = () if problem.mask_mod is None else problem.mask_mod.arrays
+    of_mask = () if problem.mask_mod is None else arrays_of_mask(problem.mask_mod)[1]
     held = {f"captured{n}": array for n, array in enumerate((*x.get("captured", ()), *of_mask))}
     shapes = (
         {} if problem.score_mod is None else {a.name: a.shape for a in problem.score_mod.arrays}

@@ -7,8 +7,6 @@ of each family of GPU kernels, which need no GPU. It writes the table into the p
 `tests/backends/test_features_page.py` compares the page with the code.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -132,7 +130,6 @@ def with_cupy(kernel: str, family: Any, gpu: Any) -> Callable[[Case, Job], objec
     """Return the checks that a cupy call with `kernel=` passes before a kernel runs."""
 
     def check(case: Case, job: Job) -> object:
-        engine._no_traced_bias(job)
         job = bias.as_function(job, gradient=case.backward)
         engine._check(job)
         if case.backward:
@@ -167,6 +164,7 @@ def in_python(kernel: str, family: Any, gpu: Any) -> Callable[[Case, Job], objec
 
     def check(case: Case, job: Job) -> object:
         numba_cuda._kernel(replace(job, options={"kernel": kernel}))
+        job = bias.as_function(job, gradient=case.backward)
         device_tables.refuse(job.problem)
         return passes(family, case, job, gpu)
 

@@ -1,7 +1,5 @@
 """Mask and score functions on torch tensors, and attention with them in torch's operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -11,8 +11,6 @@ Cases on a GPU take turns on the Hopper kernels, the portable kernels and the ke
 which have a forward only.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -10,8 +10,6 @@ Only flashsim's public names are used. `fuzz_cases` has the cases, `fuzz_oracle`
 and `fuzz_counter` the bytes.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable

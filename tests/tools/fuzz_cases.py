@@ -1,7 +1,5 @@
 """The cases of `fuzz`: random problems, their arrays and their kept scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise

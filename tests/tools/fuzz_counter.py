@@ -1,7 +1,5 @@
 """The counter of `fuzz`: a case's bytes and products, tile by tile, by docs/reference/model.md."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

@@ -13,8 +13,6 @@ The output of a command goes to FOLDER, and one line about it to the terminal. E
 time limit. The exit status says whether all finished in time and succeeded.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

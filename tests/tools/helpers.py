@@ -128,45 +128,51 @@ def in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return total
 
 
-def plain(x, p: Problem, work, times=np.matmul, late=False) -> dict[str, np.ndarray]:
+def plain(
+    x, p: Problem, work, times=np.matmul, late=False, *, kept=None, rounded=lambda a: a
+) -> dict[str, np.ndarray]:
     """Return attention, P and the gradients on whole matrices in NumPy arithmetic of type `work`.
 
     It is written independently of `flashsim.problem.oracle`, and its mask is `brute_force_mask`.
     With ``work=np.longdouble`` it judges float64 problems. `times` multiplies matrices. `late`
-    divides by the sum of the weights after P V, as FlashAttention does.
+    divides by the sum of the weights after P V, as FlashAttention does. `kept` replaces the mask,
+    and `rounded` follows each step.
     """
     q, k, v, dout = (a.astype(work) for a in (x.q, x.k, x.v, x.dout))
     k, v = (np.repeat(a, p.group, axis=1) for a in (k, v))
-    z = times(q, k.mT) * work(p.scale)
+    z = rounded(times(q, k.mT) * work(p.scale))
     slope = np.ones_like(z)
     if p.softcap:
         c = work(p.softcap)
-        slope = 1 / np.cosh(z / c) ** 2
-        z = c * np.tanh(z / c)
+        with np.errstate(over="ignore"):
+            slope = 1 / np.cosh(z / c) ** 2
+        z = rounded(c * np.tanh(z / c))
     if x.bias is not None:
-        z = z + x.bias.astype(work)
-    kept = brute_force_mask(p) & ~(z <= np.finfo(p.compute_dtype).min / 2)
+        z = rounded(z + x.bias.astype(work))
+    kept = (brute_force_mask(p) if kept is None else kept) & ~(
+        z <= np.finfo(p.compute_dtype).min / 2
+    )
     top = np.where(kept, z, -np.inf).max(axis=-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isinf(top), work(0), top)
     weights = np.where(kept, np.exp(np.where(kept, z - top, 0)), work(0))
     total = weights.sum(axis=-1, keepdims=True)
     seen = total > 0
-    prob = weights / np.where(seen, total, 1)
+    prob = rounded(weights / np.where(seen, total, 1))
     lse = np.where(seen, top + np.log(np.where(seen, total, 1)), -np.inf)[..., 0]
     out = times(weights, v) / np.where(seen, total, 1) if late else times(prob, v)
-    dprob = times(dout, v.mT)
-    dz = prob * (dprob - (prob * dprob).sum(axis=-1, keepdims=True))
+    dprob = rounded(times(dout, v.mT))
+    dz = rounded(prob * (dprob - (prob * dprob).sum(axis=-1, keepdims=True)))
     if getattr(x, "dlse", None) is not None:
         dz = dz + prob * x.dlse.astype(work)[..., None]
     fold = lambda a: a.reshape(p.batch, p.kv_heads, p.group, *a.shape[2:]).sum(axis=2)  # noqa: E731
-    inner = dz * slope * work(p.scale)
+    inner = rounded(dz * slope) * work(p.scale)
     result = {
-        "out": out,
+        "out": rounded(out),
         "lse": lse,
         "P": prob,
-        "dq": times(inner, k),
-        "dk": fold(times(inner.mT, q)),
-        "dv": fold(times(prob.mT, dout)),
+        "dq": rounded(times(inner, k)),
+        "dk": rounded(fold(times(inner.mT, q))),
+        "dv": rounded(fold(times(prob.mT, dout))),
     }
     if x.bias is not None:
         shared = tuple(axis for axis in (0, 1) if x.bias.shape[axis] == 1)

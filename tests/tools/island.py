@@ -3,8 +3,6 @@
 With an ordinary allocator, neighbouring allocations mostly hide such reads.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import cupy

@@ -1,7 +1,5 @@
 """Random states of the tile lab, and the counts of `flashsim.count` that the lab must show."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import flashsim

@@ -4,8 +4,6 @@ These pytest hooks are loaded by tests/conftest.py. pytest-xdist starts another 
 remaining tests, and reports a crash besides the failure. Without xdist the run ends there.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import traceback

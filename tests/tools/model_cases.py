@@ -4,8 +4,6 @@
 number of tokens that returns a model and its inputs, on the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ module (`pytestmark`) or of a function. Marks are read from the sources, so the 
 that need a GPU or another library, too. `python -m pytest --promise NAME` runs what holds one.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import textwrap

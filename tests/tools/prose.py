@@ -12,8 +12,6 @@ Markdown pages, and docstrings of modules, are read sentence by sentence. There 
 Code, tables, headings and link targets are not read.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

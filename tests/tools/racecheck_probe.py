@@ -13,8 +13,6 @@ the wait an acquire. So the second and the third case are no races, and racechec
 same for any kernel that synchronises like them (docs/reference/hopper.md).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Random score and mask functions: plain Python on symbols, with captured arrays."""
 
-from __future__ import annotations
-
 import numpy as np
 
 #: Operations on one number whose values stay moderate for any argument.

@@ -7,8 +7,6 @@ wait for their GPU.
 Every rank writes its results to FOLDER/RANK.json, which `tests/gpu/test_ring_nccl.py` judges.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ It joins the group whose store is in FOLDER, runs every case and writes the resu
 FOLDER/RANK.pt. `tests/api/bridges/test_ring.py` starts the ranks and judges.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

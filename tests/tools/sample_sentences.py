@@ -6,8 +6,6 @@ Ten come from the README, twenty-five from the guides, fifteen from docstrings a
 texts. The same seed gives the same sentences.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import random

@@ -8,8 +8,6 @@ array has its own allocation (no memory pool), so that accesses past its end are
 `tests/tools/gpu_check.py sanitize` runs every family under every tool.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECF
 VDPBF16PS. Both products treat denormals as zero, on the way in and out, and round to nearest even.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import threading

@@ -5,8 +5,6 @@ the wheel, from a directory without sources, with the packages that its metadata
 others; those are linked from the environment that this runs in.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Every question a trace answers, against the events themselves or against a count by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers import tensors

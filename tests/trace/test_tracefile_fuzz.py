@@ -376,13 +376,13 @@ def test_events_that_do_not_fit_together_are_refused(tmp_path, change, text):
 def parts(monkeypatch):
     """The lengths of the parts of tables that are checked, as they are read."""
     found = []
-    check = validate.events
+    check = validate.StageLimits.check_events
 
-    def noted(table, *rest, **own):
+    def noted(limits, table, length):
         found.append(len(table))
-        check(table, *rest, **own)
+        check(limits, table, length)
 
-    monkeypatch.setattr(validate, "events", noted)
+    monkeypatch.setattr(validate.StageLimits, "check_events", noted)
     return found
 
 

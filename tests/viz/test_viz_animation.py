@@ -65,11 +65,11 @@ def test_the_grid_fills_in():
     grid = film.scenes[0].grid
     panel, walk = bytes_of(palette.THEMES["light"].panel), film.scenes[0].walk
     film.frame(0)
-    empty = (grid.colors == panel).all(axis=2)
+    empty = (grid.get_array() == panel).all(axis=2)
     assert not empty[0, 0]
     assert empty[np.tril_indices(6)].sum() == 20  # of 21 tiles
     film.frame(len(film) - 1)
-    assert not (grid.colors == panel).all(axis=2).any()
+    assert not (grid.get_array() == panel).all(axis=2).any()
     assert len(walk) == len(film)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import chromium
 import lab_cases as cases
-import numpy as np
 import pytest
 from chromium import until
 from compiled import thorough
@@ -15,15 +14,13 @@ from compiled import thorough
 import flashsim
 from flashsim import Problem, Tiling, viz
 from flashsim.cli import app
-from flashsim.errors import OptionError, UnsupportedError
+from flashsim.errors import OptionError
 from flashsim.problem.hardware import PRESETS
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tables import FULL
 from flashsim.viz.laboratory import lab_page
 from flashsim.viz.laboratory.export import payload
-from flashsim.viz.laboratory.javascript import translated
 from flashsim.viz.laboratory.polynomial import Polynomial
-from flashsim.viz.laboratory.rows import Cells, Prefix
 from flashsim.viz.player.page import embedded_json
 from flashsim.viz.style import human
 
@@ -98,16 +95,19 @@ def test_random_problems_are_counted_as_python_counts_them(show, n):
     assert not wrong, (len(wrong), states[wrong[0][0]], *wrong[0])
 
 
+def script(name):
+    return Path(lab_page.__file__).with_name(f"{name}.js").read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def counts(browser, tmp_path, request):
     """What the model alone counts, without the page around it: of 250 states."""
-    model = Path(lab_page.__file__).with_name("model.js").read_text(encoding="utf-8")
     with chromium.tabs(browser, tmp_path, request.node.name, "true") as show:
 
-        def counted(data, program):
+        def counted(data, program=None):
             tab = show(
                 f"<script type='application/json' id='data'>{embedded_json(data)}</script>"
-                f"<script>{program}\n{model}</script>"
+                f"<script>{program or script('tiles')}\n{script('model')}</script>"
             )
             return tab.evaluate(COUNT, answers()[0][:250])
 
@@ -115,7 +115,7 @@ def counts(browser, tmp_path, request):
 
 
 def test_the_model_alone_counts_the_same(counts):
-    assert not differ(answers()[1][:250], counts(payload(), lab_page.translated_python()))
+    assert not differ(answers()[1][:250], counts(payload()))
 
 
 def a_byte_too_many(data):
@@ -148,50 +148,49 @@ def another_device(data):
 def test_a_fault_in_the_export_shows(counts, fault):
     data = copy.deepcopy(payload())
     fault(data)
-    assert differ(answers()[1][:250], counts(data, lab_page.translated_python()))
+    assert differ(answers()[1][:250], counts(data))
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("(this.n - 1));\nseen", "this.n);\nseen"),  # a key that is not there
-        ("((top + this.shift) - this.reach)", "(top - this.reach)"),
-        ("floordiv(processors, blocks)", "(floordiv(processors, blocks) + 1)"),
+        ("this.n - 1);\n    return begin", "this.n);\n    return begin"),
+        ("from(top + shift - reach)", "from(top - reach)"),
+        ("Math.floor(processors / blocks)", "Math.floor(processors / blocks + 1)"),
     ],
 )
-def test_a_fault_in_the_translated_python_shows(counts, right, wrong):
-    program = lab_page.translated_python()
+def test_a_fault_in_the_tiles_shows(counts, right, wrong):
+    program = script("tiles")
     assert program.count(right) == 1
     assert differ(answers()[1][:250], counts(payload(), program.replace(right, wrong)))
 
 
-def test_row_tiles_are_those_of_the_schedule():
-    """A prefix and cells, in Python: the tiles, and which are full, of every row tile."""
-    tried = 0
-    for state in cases.states(900, seed=3):
-        if state["mask"] not in ("prefix", "cells"):
-            continue
-        problem = cases.problem(state)
-        tiling = Tiling(state["block_q"], state["block_k"])
-        walk = Schedule(problem, tiling)
+def test_row_tiles_are_those_of_the_schedule(show):
+    """A prefix and cells: the tiles, and which are full, of every row tile."""
+    states = [
+        {**state, "algorithm": "flash2", "direction": "forward", "pack": 0}
+        for state in cases.states(900, seed=3)
+        if state["mask"] in ("prefix", "cells")
+    ]
+    assert len(states) > 200
+    found = show().evaluate(
+        """(states) => states.map((s) => {
+        const [grid] = grids(problem(s), { q: s.block_q, k: s.block_k });
+        return Array.from({ length: grid.tiles }, (_, i) => grid.tile(i));
+        })""",
+        states,
+    )
+    for state, tiles in zip(states, found, strict=True):
+        walk = Schedule(cases.problem(state), Tiling(state["block_q"], state["block_k"]))
         ptr, col, kind = walk.row_csr
-        block, inner = walk._blocks
-        common = problem.n_q, 1, block, problem.n_kv, inner
-        if state["mask"] == "prefix":
-            rule = Prefix(*common, problem.n_kv - problem.n_q, state["prefix"])
-        else:
-            shift = np.subtract(*problem.block_mask.grid.shape[::-1])
-            rule = Cells(*common, state["cell"], state["reach"], state["shared"], int(shift))
-        for i in range(walk.t_r):
-            height, head, lo, hi, full, from_, to = rule.tile(i)
+        assert len(tiles) == walk.t_r
+        for i, (height, head, lo, hi, full, from_, to) in enumerate(tiles):
             visited = [*range(head), *range(lo, hi)]
             whole = [*range(full), *range(from_, to)]
             mine = slice(ptr[i], ptr[i + 1])
             assert visited == col[mine].tolist(), state
             assert whole == col[mine][kind[mine] == FULL].tolist(), state
             assert height == walk.rows[i, 1] - walk.rows[i, 0]
-        tried += 1
-    assert tried > 200
 
 
 def test_formulas_divide_without_a_remainder():
@@ -207,22 +206,6 @@ def test_formulas_divide_without_a_remainder():
         (4 * n) // d
     with pytest.raises(TypeError):
         n < d  # noqa: B015
-
-
-def test_what_is_not_translated_is_refused():
-    def doubled(n):
-        return {n: 2}
-
-    def nested(n):
-        with n:
-            return 1
-
-    async def waits(n):
-        return n
-
-    for function in (doubled, nested, waits):
-        with pytest.raises(UnsupportedError, match="the lab does not translate"):
-            translated(function)
 
 
 def test_every_device_and_kernel_tile_is_there():

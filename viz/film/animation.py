@@ -225,14 +225,9 @@ class Film(Frames):
         for panels, step in zip(self.panels, self.schedule[number].tolist(), strict=True):
             for panel in panels:
                 panel.update(step)
-        pixels = np.asarray(self.canvas.buffer_rgba())
-        for panels in self.panels:
-            for mosaic in panels[0].mosaics:
-                mosaic.draw(pixels)
-            for panel in panels:
                 for artist in sorted(panel.artists, key=lambda a: a.get_zorder()):
                     self.figure.draw_artist(artist)
-        return pixels[..., :3].copy()
+        return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
 
     @property
     def title(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 
 from flashsim.schedule.names import LOAD, TRANSFERS
@@ -33,56 +34,12 @@ _GAP_FROM = 6  # the fewest pixels per tile for which lines between tiles are dr
 Box = tuple[float, float, float, float]  # x, y, width, height; y runs down
 
 
-class Mosaic:
-    """A grid of `rows` x `cols` coloured tiles in a box of an Axes, written as pixels.
-
-    Copying pixels into the canvas takes a hundredth of the time that Matplotlib takes to resample
-    an image.
-    """
-
-    def __init__(
-        self, ax: Axes, box: tuple[float, float, float, float], rows: int, cols: int, gap: str
-    ) -> None:
-        x, y, w, h = box
-        corners = ax.transData.transform([(x, y), (x + w, y + h)]).round().astype(int)
-        (left, bottom), (right, top) = corners.min(axis=0), corners.max(axis=0)
-        height, width = max(top - bottom, 1), max(right - left, 1)
-        self._i = np.arange(height) * rows // height
-        self._j = np.arange(width) * cols // width
-        self._between_rows = _edges(self._i, height >= _GAP_FROM * rows)
-        self._between_cols = _edges(self._j, width >= _GAP_FROM * cols)
-        self._gap = rgb(gap)
-        self.colors = np.zeros((rows, cols, 3), np.uint8)
-        page = round(ax.figure.bbox.height)
-        self._where = (slice(page - bottom - height, page - bottom), slice(left, left + width))
-        self._pixels = np.zeros((height, width, 3), np.uint8)
-
-    def paint(self, colors: np.ndarray) -> None:
-        """Set the tiles' colours for the next `draw`, a uint8 array of shape (rows, cols, 3)."""
-        if np.array_equal(colors, self.colors):
-            return
-        self.colors = colors
-        pixels = colors[self._i[:, None], self._j]
-        pixels[self._between_rows] = self._gap
-        pixels[:, self._between_cols] = self._gap
-        self._pixels = pixels
-
-    def draw(self, canvas: np.ndarray) -> None:
-        """Copy the tiles' pixels into an RGBA canvas, a uint8 array of shape (height, width, 4)."""
-        canvas[(*self._where, slice(3))] = self._pixels
-
-
-def _edges(tile: np.ndarray, wanted: bool) -> np.ndarray:
-    """Return the index of each tile's first pixel, for all tiles except the first."""
-    return np.flatnonzero(np.diff(tile)) + 1 if wanted else np.zeros(0, int)
-
-
 @dataclass(frozen=True)
 class _Strip:
     """A strip beside the score grid; the strip stands for a tensor in HBM."""
 
     box: Box
-    mosaic: Mosaic
+    image: AxesImage
     first: np.ndarray  # the step at which each of its tiles first moves
     along: float  # where on a tile its line begins, so that lines of one side do not overlap
 
@@ -130,7 +87,7 @@ class Scene:
         h = 1 - y - len(around["bottom"]) * out - 0.07
         t_r, t_c = one_grid(self.walk.trace)
         self.box, self.in_grid = (x, y, w, h), around.pop("grid")
-        self.grid = self._mosaic(self.box, t_r, t_c)
+        self.grid = self._image(self.box, t_r, t_c)
         touched = first_touch(self.walk)
         self.strips: dict[str, _Strip] = {}
         for side, names in around.items():
@@ -148,17 +105,25 @@ class Scene:
                     box[0] + tx, box[1] + ty, word, ha=ha, va=va, rotation=90 if upright else 0,
                     fontsize=10 if upright else 12.5, fontweight="bold",
                 )  # fmt: skip
-                mosaic = self._mosaic(box, *((1, t_c) if name in self.key_side else (t_r, 1)))
+                image = self._image(box, *((1, t_c) if name in self.key_side else (t_r, 1)))
                 along = (n + 1) / (len(names) + 1)
-                self.strips[name] = _Strip(box, mosaic, touched[name], along)
+                self.strips[name] = _Strip(box, image, touched[name], along)
 
-    def _mosaic(self, box: Box, rows: int, cols: int) -> Mosaic:
-        return Mosaic(self.ax, box, rows, cols, self.theme.background)
-
-    @property
-    def mosaics(self) -> list[Mosaic]:
-        """The pixel grids of the score tiles and the strips, drawn before all other artists."""
-        return [self.grid, *(strip.mosaic for strip in self.strips.values())]
+    def _image(self, box: Box, rows: int, cols: int) -> AxesImage:
+        """Add a grid of coloured tiles to the Axes; lines separate tiles that are large enough."""
+        x, y, w, h = box
+        edges = (x, x + w, y + h, y)
+        image = AxesImage(self.ax, extent=edges, interpolation="nearest", zorder=0)
+        self.ax.add_image(image)
+        pixels = self.ax.transData.transform([(0, 0), (w / cols, h / rows)])
+        wide, high = np.abs(np.diff(pixels, axis=0)[0])
+        down = [x + n * w / cols for n in range(1, cols)] if wide >= _GAP_FROM else []
+        across = [y + n * h / rows for n in range(1, rows)] if high >= _GAP_FROM else []
+        lines = [[(at, y), (at, y + h)] for at in down] + [[(x, at), (x + w, at)] for at in across]
+        gaps = LineCollection(lines, colors=self.theme.background, linewidths=0.72, zorder=1)
+        self.ax.add_collection(gaps, autolim=False)
+        self.artists += [image, gaps]
+        return image
 
     def _rectangle(self, zorder: int, width: float) -> Rectangle:
         patch = Rectangle(_HIDDEN, 0, 0, lw=width, edgecolor=self.theme.text, zorder=zorder)
@@ -224,9 +189,9 @@ class Scene:
         """Update every Matplotlib artist so that the scene shows the state at this step."""
         walk = self.walk
         stage, i, j = int(walk.stage[step]), int(walk.i[step]), int(walk.j[step])
-        self.grid.paint(self._grid_colors(step, stage))
+        self.grid.set_data(self._grid_colors(step, stage))
         for name, strip in self.strips.items():
-            strip.mosaic.paint(self._strip_colors(name, step))
+            strip.image.set_data(self._strip_colors(name, step))
         if stage != self._stage:
             self.corners.set_verts(self._corner_polygons(stage))
             self._stage = stage

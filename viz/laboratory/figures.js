@@ -2,7 +2,6 @@
 // Figures of a count, as SVG text that contains the theme's colours, so that a copy looks the same.
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif";
-const CELLS = 64; // the most tiles that a map draws along a side
 // Figures are narrower on a phone, so that their text stays legible.
 const narrow = matchMedia("(max-width: 30rem)");
 const wide = () => (narrow.matches ? 350 : 480);
@@ -38,175 +37,6 @@ function hatch(id, ground, stroke, width = 1.4, turn = 45) {
 const color_of = (T, tensor) => T.tensors[tensor.replace(/_acc$/, "")] ?? T.muted;
 const NAMES = { dQ_acc: "dQ (sum)", O_acc: "O (sum)", O_part: "O (parts)", L_part: "L (parts)" };
 const shown = (tensor) => NAMES[tensor] ?? tensor;
-
-// -- the tile map ---------------------------------------------------------------------------------
-
-// The grid that is drawn: every tile, or CELLS evenly chosen tiles along a side that has more.
-function drawn(r) {
-  const w = r.walk, rows = Math.min(w.t_r, CELLS), cols = Math.min(w.t_c, CELLS);
-  const pick = (n, from, of) => Math.min(Math.floor(((n + 0.5) * of) / from), of - 1);
-  const kinds = [], at = { i: [], j: [] };
-  for (let b = 0; b < cols; b += 1) at.j.push(pick(b, cols, w.t_c));
-  const bands = [];
-  let row = 0, col = 0;
-  for (const grid of w.grids) {
-    bands.push([row, row + grid.tiles, col, grid]);
-    row += grid.tiles;
-    col += grid.whole;
-  }
-  for (let a = 0; a < rows; a += 1) {
-    const i = pick(a, rows, w.t_r);
-    at.i.push(i);
-    const [first, , base, grid] = bands.find(([from, to]) => i >= from && i < to);
-    const [, head, lo, hi, full, from, to] = grid.tile(i - first);
-    kinds.push(at.j.map((j) => {
-      const n = j - base;
-      const visited = n >= 0 && n < grid.whole && (n < head || (n >= lo && n < hi));
-      return visited ? (n < full || (n >= from && n < to) ? 1 : 2) : 0;
-    }));
-  }
-  return { rows, cols, kinds, at, exact: rows === w.t_r && cols === w.t_c };
-}
-
-// The steps of one stage, in the order of its loops, over the tiles that are drawn.
-function steps_of(r, map, stage) {
-  const steps = [], visits = stage.visit.length > 0 && !stage.rows;
-  if (!visits) {
-    const n = stage.outer === "queries" ? map.rows : map.cols;
-    for (let a = 0; a < n; a += 1) {
-      steps.push(stage.outer === "queries" ? [a, -1] : [-1, a]);
-    }
-    return steps;
-  }
-  if (stage.parts === "merges") {
-    for (let a = 0; a < map.rows; a += 1) steps.push([a, -1]);
-    return steps;
-  }
-  if (stage.outer === "queries") {
-    map.kinds.forEach((row, a) => row.forEach((kind, b) => { if (kind) steps.push([a, b]); }));
-  } else {
-    for (let b = 0; b < map.cols; b += 1) {
-      for (let a = 0; a < map.rows; a += 1) if (map.kinds[a][b]) steps.push([a, b]);
-    }
-  }
-  return steps;
-}
-
-function sides_of(stage) {
-  const names = [...new Set([...stage.before, ...stage.visit, ...stage.after]
-    .filter(([op]) => op !== "alloc").map(([, tensor]) => tensor))]
-    .filter((name) => !LAB.statistics.includes(name));
-  return {
-    row: names.filter((name) => LAB.axes[name] === "row").slice(0, 6),
-    col: names.filter((name) => LAB.axes[name] === "col").slice(0, 4),
-  };
-}
-
-// One stage's traversal. `step` is the number of steps done, or null for the whole map.
-function map_figure(r, T, id, stage, map, steps, step) {
-  const W = narrow.matches ? 350 : 400, sides = sides_of(stage), thick = 15;
-  const left = Math.max(sides.row.length * (thick + 3), 2) + 20;
-  const top = Math.max(sides.col.length * (thick + 3), 2) + 18;
-  const n_rows = r.problem.n_q * r.problem.members, n_cols = r.problem.n_kv;
-  const room = W - left - 2, tall = 330;
-  let w = room, h = (room * n_rows) / n_cols;
-  if (h > tall) { h = tall; w = Math.max((tall * n_cols) / n_rows, 60); }
-  h = Math.max(h, 34);
-  const H = top + h + 26, x = (b) => left + (w * b) / map.cols, y = (a) => top + (h * a) / map.rows;
-  const ink = color_of(T, "S"), now = step === null || step === 0 ? null : steps[step - 1];
-  const done = new Set();
-  if (step !== null) for (let n = 0; n < step; n += 1) done.add(steps[n][0] * map.cols + steps[n][1]);
-  const whole_row = now && now[1] < 0, whole_col = now && now[0] < 0;
-  const parts = { skip: "", full: "", part: "", pale: "", palepart: "" };
-  const rows_done = step !== null && stage.rows ? step : 0;
-  for (let a = 0; a < map.rows; a += 1) {
-    let from = 0;
-    const kind = (b) => {
-      const k = map.kinds[a][b];
-      if (!k) return "skip";
-      const seen = step === null || (stage.rows ? a < rows_done : done.has(a * map.cols + b));
-      return seen ? (k === 1 ? "full" : "part") : (k === 1 ? "pale" : "palepart");
-    };
-    for (let b = 1; b <= map.cols; b += 1) {
-      if (b < map.cols && kind(b) === kind(from)) continue;
-      const y0 = px(y(a)), high = px(y(a + 1) - y(a));
-      parts[kind(from)] += `M${px(x(from))} ${y0}H${px(x(b))}v${high}H${px(x(from))}z`;
-      from = b;
-    }
-  }
-  let body = "<defs>" + hatch(`${id}skip`, T.panel, T.grid) + hatch(`${id}part`, ink, T.background, 1.6, -45) +
-    hatch(`${id}pale`, T.background, ink, 0.7, -45) + "</defs>" + box(0, 0, W, H, T.background);
-  const fills = {
-    skip: `url(#${id}skip)`, full: ink, part: `url(#${id}part)`, palepart: `url(#${id}pale)`,
-  };
-  for (const [name, d] of Object.entries(parts)) {
-    if (d && name === "pale") body += `<path d="${d}" fill="${ink}" fill-opacity="0.16"/>`;
-    else if (d) body += `<path d="${d}" fill="${fills[name]}"/>`;
-  }
-  const cell = Math.min(w / map.cols, h / map.rows);
-  if (cell > 3.2) {
-    let d = "";
-    for (let b = 1; b < map.cols; b += 1) d += `M${px(x(b))} ${px(top)}v${px(h)}`;
-    for (let a = 1; a < map.rows; a += 1) d += `M${px(left)} ${px(y(a))}h${px(w)}`;
-    body += `<path d="${d}" stroke="${T.background}" stroke-width="${cell > 9 ? 1.5 : 0.8}" fill="none"/>`;
-  }
-  body += box(left, top, w, h, "none", `stroke="${T.muted}" stroke-width="1"`);
-  if (map.exact && stage.parts === "walks" && r.splits > 1) {
-    map.kinds.forEach((row, a) => {
-      const at = row.flatMap((kind, b) => (kind ? [b] : []));
-      const n = Math.max(Math.min(at.length, r.splits), 1);
-      for (let part = 1; part < n; part += 1) {
-        const b = at[Math.floor((at.length * part) / n)];
-        body += line(x(b), y(a), x(b), y(a + 1), T.accent, 'stroke-width="2"');
-      }
-    });
-  }
-  sides.row.forEach((name, n) => {
-    const at = 20 + n * (thick + 3), fill = color_of(T, name);
-    body += box(at, top, thick, h, fill, `fill-opacity="${step === null ? 0.85 : 0.25}"`);
-    if (now && now[0] >= 0) body += box(at, y(now[0]), thick, Math.max(h / map.rows, 3), fill);
-    body += text(at + thick / 2, top - 4, name.replace(/_(acc|part)$/, ""),
-      { anchor: "middle", size: 11, fill: T.text, weight: 600 });
-  });
-  sides.col.forEach((name, n) => {
-    const at = 4 + n * (thick + 3), fill = color_of(T, name);
-    body += box(left, at, w, thick, fill, `fill-opacity="${step === null ? 0.85 : 0.25}"`);
-    if (now && now[1] >= 0) body += box(x(now[1]), at, Math.max(w / map.cols, 3), thick, fill);
-    body += text(left - 5, at + thick - 3, name.replace(/_(acc|part)$/, ""),
-      { anchor: "end", size: 11, fill: T.text, weight: 600 });
-  });
-  if (now) {
-    const [a, b] = now;
-    body += box(whole_row ? left : x(b), whole_col ? top : y(a), whole_row ? w : Math.max(w / map.cols, 3),
-      whole_col ? h : Math.max(h / map.rows, 3), "none", `stroke="${T.accent}" stroke-width="3"`);
-  }
-  body += text(13, top + h / 2, "queries", { anchor: "middle", turn: -90, size: 11, fill: T.muted });
-  body += text(left + w / 2, H - 8, "keys →", { anchor: "middle", size: 11, fill: T.muted });
-  const v = r.walk;
-  const label = `Tile map of stage ${stage.name}: ${digits(v.t_r)} by ${digits(v.t_c)} tiles, ` +
-    `${digits(v.full)} full, ${digits(v.visits - v.full)} partial, ` +
-    `${digits(Math.max(r.scores - v.visits, 0))} skipped`;
-  return svg(W, Math.ceil(H), label, body);
-}
-
-function step_words(r, stage, map, steps, step) {
-  if (step === null || step === 0) return "";
-  const [a, b] = steps[step - 1];
-  const before = step > 1 ? steps[step - 2] : null, after = steps[step] ?? null;
-  const outer = stage.outer === "queries" ? 0 : 1;
-  const first = !before || before[outer] !== steps[step - 1][outer];
-  const last = !after || after[outer] !== steps[step - 1][outer];
-  const words = (moves) => {
-    const by = new Map();
-    for (const [op, tensor] of moves) by.set(op, [...(by.get(op) ?? []), shown(tensor)]);
-    return [...by].map(([op, names]) => `${op === "alloc" ? "allocate" : op} ${names.join(" ")}`);
-  };
-  const moves = [...(first ? words(stage.before) : []), ...words(stage.visit),
-    ...(last ? words(stage.after) : [])];
-  const where = [a >= 0 ? `query tile ${digits(map.at.i[a])}` : "", b >= 0 ? `key tile ${digits(map.at.j[b])}` : ""]
-    .filter(Boolean).join(", ");
-  return `${stage.name}: ${where}: ${moves.join("; ")}`;
-}
 
 // -- bytes per tensor -----------------------------------------------------------------------------
 
@@ -299,6 +129,25 @@ function on(fill) {
   return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#111111" : "#ffffff";
 }
 
+// -- figures with two logarithmic axes ------------------------------------------------------------
+
+const short = (v, unit) => human(v, unit).replace(/\.0+(?= |$)/, "");
+const binary = (v) => (v >= 2 ** 20 ? `${v / 2 ** 20}M` : v >= 1024 ? `${v / 1024}k` : v);
+
+// An empty figure with lines and numbers at the ticks of both axes, below the name of the x axis.
+function axes(T, { W, H, left, right, top, bottom }, x, y, x_ticks, y_ticks, unit, name) {
+  const at_x = (v) => line(x(v), top, x(v), H - bottom, T.grid) +
+    text(x(v), H - bottom + 15, binary(v), { anchor: "middle", size: 11, fill: T.muted });
+  const at_y = (v) => line(left, y(v), W - right, y(v), T.grid) +
+    text(left - 6, y(v) + 4, short(v, unit), { anchor: "end", size: 11, fill: T.muted });
+  return box(0, 0, W, H, T.background) + x_ticks.map(at_x).join("") + y_ticks.map(at_y).join("") +
+    text((left + W) / 2, H - 8, name, { anchor: "middle", size: 12, fill: T.muted });
+}
+
+function nothing(T, label, said) {
+  return svg(wide(), 60, label, box(0, 0, wide(), 60, T.background) + text(10, 34, said, { size: 13, fill: T.text }));
+}
+
 // -- roofline -------------------------------------------------------------------------------------
 
 function roofline_of(r) {
@@ -319,24 +168,19 @@ function roofline_of(r) {
 }
 
 function roofline_figure(r, T, id, trail, others) {
-  const W = wide(), H = 300, left = 58, bottom = 44, top = 14, { peak, points } = roofline_of(r);
+  const frame = { W: wide(), H: 300, left: 58, right: 12, top: 14, bottom: 44 }, { W, H, left, right, top, bottom } = frame;
+  const { peak, points } = roofline_of(r);
   const { hbm_bandwidth, l2_bandwidth, name } = r.problem.device;
   if (!peak) {
-    return svg(W, 60, `${name} has no peak for ${r.state.dtype}`, box(0, 0, W, 60, T.background) +
-      text(10, 34, `No peak is known for ${r.state.dtype} on ${name}, so there is no roofline.`, { size: 13, fill: T.text }));
+    return nothing(T, `${name} has no peak for ${r.state.dtype}`, `No peak is known for ${r.state.dtype} on ${name}, so there is no roofline.`);
   }
   const lo = -1, hi = 14, high = Math.log2(peak) + 1.1, low = high - 12;
-  const x = (v) => left + ((W - left - 12) * (Math.min(Math.max(Math.log2(v), lo), hi) - lo)) / (hi - lo);
+  const x = (v) => left + ((W - left - right) * (Math.min(Math.max(Math.log2(v), lo), hi) - lo)) / (hi - lo);
   const y = (v) => top + ((H - top - bottom) * (high - Math.max(Math.log2(v), low))) / (high - low);
-  let body = box(0, 0, W, H, T.background);
-  for (let n = lo + 1; n <= hi; n += 2) {
-    body += line(x(2 ** n), top, x(2 ** n), H - bottom, T.grid) +
-      text(x(2 ** n), H - bottom + 15, 2 ** n >= 1024 ? `${2 ** (n - 10)}k` : 2 ** n, { anchor: "middle", size: 11, fill: T.muted });
-  }
-  for (let n = Math.ceil(Math.log10(2 ** low)); 10 ** n < 2 ** high; n += 1) {
-    body += line(left, y(10 ** n), W - 12, y(10 ** n), T.grid) +
-      text(left - 6, y(10 ** n) + 4, short(10 ** n, ""), { anchor: "end", size: 11, fill: T.muted });
-  }
+  const x_ticks = [], y_ticks = [];
+  for (let n = lo + 1; n <= hi; n += 2) x_ticks.push(2 ** n);
+  for (let n = Math.ceil(Math.log10(2 ** low)); 10 ** n < 2 ** high; n += 1) y_ticks.push(10 ** n);
+  let body = axes(T, frame, x, y, x_ticks, y_ticks, "", "matrix-product FLOPs per byte");
   const roof = (bandwidth, said, more) => {
     if (!bandwidth) return "";
     const from = Math.max(2 ** lo, (2 ** low) / bandwidth), to = Math.min(peak / bandwidth, 2 ** hi);
@@ -349,7 +193,7 @@ function roofline_figure(r, T, id, trail, others) {
   body += roof(hbm_bandwidth, `HBM ${human(hbm_bandwidth, "B/s")}`, 'stroke-width="2"') +
     roof(l2_bandwidth, `L2 ${human(l2_bandwidth, "B/s")}`, 'stroke-width="2" stroke-dasharray="6 4"');
   const first = peak / Math.max(l2_bandwidth, hbm_bandwidth);
-  body += line(x(first), y(peak), W - 12, y(peak), T.text, 'stroke-width="2"') +
+  body += line(x(first), y(peak), W - right, y(peak), T.text, 'stroke-width="2"') +
     text(W - 14, y(peak) - 13, `peak ${human(peak, "FLOP/s")}`, { anchor: "end", size: 11, fill: T.text });
   const place = (p) => [x(p.intensity), y(p.attainable ?? Math.min(peak, p.intensity * hbm_bandwidth))];
   for (const old of trail) {
@@ -367,20 +211,17 @@ function roofline_figure(r, T, id, trail, others) {
       body += dot(...place(p), 5, T.muted) + text(place(p)[0], place(p)[1] - 9, other.name, { anchor: "middle", size: 11, fill: T.muted });
     }
   }
-  body += text((left + W) / 2, H - 8, "matrix-product FLOPs per byte", { anchor: "middle", size: 12, fill: T.muted }) +
-    text(13, (H - bottom) / 2, "FLOP/s", { anchor: "middle", turn: -90, size: 12, fill: T.muted });
+  body += text(13, (H - bottom) / 2, "FLOP/s", { anchor: "middle", turn: -90, size: 12, fill: T.muted });
   const label = "Roofline: " + points.map((p) => `${p.name} ${p.intensity.toPrecision(3)} FLOP per byte, bound by ${p.bound}`).join("; ");
   return svg(W, H, label, body);
 }
 
-const short = (v, unit) => human(v, unit).replace(/\.0+(?= |$)/, "");
-
 // -- curves ---------------------------------------------------------------------------------------
 
 function curve_figure(T, { title, lines, mark, axis, guess, ticks, low_left = false }) {
-  const W = wide(), H = 290, left = 62, right = 14, top = 16, bottom = 44;
+  const frame = { W: wide(), H: 290, left: 62, right: 14, top: 16, bottom: 44 }, { W, H, left, right, top, bottom } = frame;
   const all = lines.flatMap((one) => one.points).filter((p) => p.bytes);
-  if (!all.length) return svg(W, 60, "nothing to draw", box(0, 0, W, 60, T.background) + text(10, 34, "There are no points to draw.", { fill: T.text }));
+  if (!all.length) return nothing(T, "nothing to draw", "There are no points to draw.");
   const xs = all.map((p) => Math.log2(p.x)), ys = all.map((p) => Math.log10(p.bytes));
   const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
   let y0 = Math.min(...ys), y1 = Math.max(...ys);
@@ -388,23 +229,14 @@ function curve_figure(T, { title, lines, mark, axis, guess, ticks, low_left = fa
   y0 -= pad; y1 += pad;
   const x = (v) => left + ((W - left - right) * (Math.log2(v) - x0)) / (x1 - x0);
   const y = (v) => top + ((H - top - bottom) * (y1 - Math.log10(v))) / (y1 - y0);
-  let body = box(0, 0, W, H, T.background);
   const between = y1 - y0 > 2.2 ? [1] : y1 - y0 > 0.6 ? [1, 2, 5] : [1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9];
   const every = Math.max(1, Math.ceil((y1 - y0) / 8));
+  const y_ticks = [];
   for (let n = Math.floor(y0); n <= y1; n += 1) {
-    if (between.length === 1 && n % every) continue;
-    for (const m of between) {
-      const v = m * 10 ** n;
-      if (Math.log10(v) < y0 || Math.log10(v) > y1) continue;
-      body += line(left, y(v), W - right, y(v), T.grid) +
-        text(left - 6, y(v) + 4, short(v), { anchor: "end", size: 11, fill: T.muted });
-    }
+    if (between.length > 1 || n % every === 0) y_ticks.push(...between.map((m) => m * 10 ** n));
   }
-  for (const v of ticks) {
-    if (Math.log2(v) < x0 - 0.01 || Math.log2(v) > x1 + 0.01) continue;
-    body += line(x(v), top, x(v), H - bottom, T.grid) + text(x(v), H - bottom + 15,
-      v >= 2 ** 20 ? `${v / 2 ** 20}M` : v >= 1024 ? `${v / 1024}k` : v, { anchor: "middle", size: 11, fill: T.muted });
-  }
+  let body = axes(T, frame, x, y, ticks.filter((v) => Math.log2(v) >= x0 - 0.01 && Math.log2(v) <= x1 + 0.01),
+    y_ticks.filter((v) => Math.log10(v) >= y0 && Math.log10(v) <= y1), "B", axis);
   let named = 0;
   const legend_at = low_left ? H - bottom - 12 - 17 * (lines.length - 1) : top + 16;
   for (const one of lines) {
@@ -430,7 +262,6 @@ function curve_figure(T, { title, lines, mark, axis, guess, ticks, low_left = fa
     body += dot(x(mark.x), gy, 6, T.background, `stroke="${T.accent}" stroke-width="2.5"`) +
       text(x(mark.x) + 11, gy + 4, "guess", { size: 12, weight: 600, fill: T.accent });
   }
-  body += text((left + W) / 2, H - 8, axis, { anchor: "middle", size: 12, fill: T.muted });
   const said = lines.filter((one) => one.points.some((p) => p.bytes)).map((one) => {
     const points = one.points.filter((p) => p.bytes);
     return `${one.name} from ${human(points[0].bytes)} to ${human(points.at(-1).bytes)}`;

@@ -1,28 +1,24 @@
 """`lab` writes the tile lab: one HTML page that counts bytes while the reader moves sliders.
 
 The page needs neither server nor network. The formulas come from `export`; `model.js` evaluates
-them. The arithmetic is the package's Python code, translated by `javascript`. A content security
-policy allows only the script with the page's own hash, so that no other script can run and no data
-can leave the page.
+them. A content security policy allows only the script with the page's own hash, so that no other
+script can run and no data can leave the page.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flashsim.errors import own_errors
 from flashsim.problem import checks
-from flashsim.schedule import closed_sums
-from flashsim.schedule.split import fa3, fill_once
-from flashsim.viz.laboratory import rows
 from flashsim.viz.laboratory.export import payload
-from flashsim.viz.laboratory.javascript import PRELUDE, translated
 from flashsim.viz.palette import THEMES
 from flashsim.viz.player.page import Page, assembled
 
-_SCRIPTS = ("model.js", "sentence.js", "figures.js", "lab.js")
+_SCRIPTS = [
+    f"{name}.js" for name in ("tiles", "model", "sentence", "figures", "map", "controls", "lab")
+]
 
 
 @own_errors
@@ -47,21 +43,12 @@ def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
     checks.one_of("theme", theme, ("auto", *THEMES))
     data = {**payload(), "theme": theme, "themes": _themes()}
     result = Page(
-        assembled(
-            "flashsim.viz.laboratory", "lab", _SCRIPTS, data, "Tile lab", translated_python()
-        ),
+        assembled("flashsim.viz.laboratory", "lab", _SCRIPTS, data, "Tile lab"),
         height=1000,
     )
     if path is not None:
         result.save(path)
     return result
-
-
-@cache
-def translated_python() -> str:
-    """Return the package's arithmetic, translated to JavaScript."""
-    parts = closed_sums.Strip, closed_sums._floors, fill_once, fa3, rows.Prefix, rows.Cells
-    return PRELUDE + translated(*parts)
 
 
 def _themes() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 "use strict";
 // Counts the bytes of one state of the page. LAB holds formulas, tables and devices, exported from
-// the package; Strip, Prefix, Cells, fill_once and fa3 are the package's Python, translated.
+// the package.
 
 const LAB = JSON.parse(document.getElementById("data").textContent);
 const POLYNOMIALS = LAB.polynomials.map((terms) =>
@@ -117,23 +117,19 @@ function grids(p, tile) {
   const left = side(s.left), right = causal ? 0 : side(s.right);
   return p.sequences.map((one) => {
     const rows = (one.q1 - one.q0) * p.members, n = one.k1 - one.k0, offset = n - one.q1 + one.q0;
-    const common = [rows, p.members, block, n, inner], whole = Math.ceil(n / inner);
-    const grid = {
-      ...one, rows, n, block, inner, whole, tiles: Math.ceil(rows / block), strip: null, band: null,
-      rest: n - (whole - 1) * inner,
-    };
+    const whole = Math.ceil(n / inner), tiles = Math.ceil(rows / block);
+    const sizes = { rows, members: p.members, block, n, inner, offset, whole, tiles };
+    const grid = { ...one, ...sizes, strip: null, band: null, rest: n - (whole - 1) * inner };
+    if (p.pass.dense) grid.strip = new Strip(sizes, all, all);
     if (s.mask === "prefix" || s.mask === "cells") {
-      const cells = (x) => Math.ceil(x / s.cell);
-      const found = s.mask === "prefix" ? new Prefix(...common, offset, s.prefix)
-        : new Cells(...common, s.cell, s.reach, s.shared, cells(n) - cells(one.q1 - one.q0));
+      const cells = (x) => Math.ceil(x / s.cell), shift = cells(n) - cells(one.q1 - one.q0);
+      grid.tile = s.mask === "prefix" ? (i) => prefix_tile(sizes, s.prefix, i) : (i) => cells_tile(sizes, s, shift, i);
       // Standard attention computes every tile, and tries this mask on each.
-      if (p.pass.dense) grid.tile = (i) => [found.tile(i)[0], 0, 0, whole, 0, whole, whole];
-      else grid.tile = (i) => found.tile(i);
-      if (p.pass.dense) grid.strip = new Strip(...common, offset, all, all);
+      if (p.pass.dense) grid.tile = (i) => [queries_of(sizes, i).height, 0, 0, whole, 0, whole, whole];
       return grid;
     }
-    const band = new Strip(...common, offset, left, right);
-    grid.strip = p.pass.dense ? new Strip(...common, offset, all, all) : band;
+    const band = new Strip(sizes, left, right);
+    grid.strip ??= band;
     grid.band = band;
     grid.tile = (i) => {
       const [height, lo, hi] = grid.strip.visit(i), [from, to] = band.full(i);

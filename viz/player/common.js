@@ -3,6 +3,13 @@
 
 const by = (id) => document.getElementById(id);
 
+function show_theme(name, theme) {
+  for (const key of ["background", "panel", "text", "muted", "grid", "accent"]) {
+    document.documentElement.style.setProperty(`--${key}`, theme[key]);
+  }
+  document.documentElement.style.colorScheme = name;
+}
+
 function human(value, unit = "B") {
   let n = Number(value);
   if (n < 0) return "−" + human(-n, unit);

@@ -243,12 +243,10 @@ def assembled(
     scripts: Sequence[str],
     data: Mapping[str, Any],
     title: str,
-    program: str = "",
 ) -> str:
     """Return the text of one HTML file that holds a page's template, style, scripts and data."""
     read = lambda file, room=package: files(room).joinpath(file).read_text("utf-8")  # noqa: E731
-    programs = [read("common.js", __package__), program, *map(read, scripts)]
-    script = "\n".join(filter(None, programs))
+    script = "\n".join([read("common.js", __package__), *map(read, scripts)])
     style = read(f"{name}.css")
     parts = {
         "POLICY": policy(script, style),

@@ -338,10 +338,7 @@ const player = {
   setTheme(name) {
     this.theme = name;
     const theme = page.themes[name];
-    for (const key of ["background", "panel", "text", "muted", "grid", "accent"]) {
-      document.documentElement.style.setProperty(`--${key}`, theme[key]);
-    }
-    document.documentElement.style.colorScheme = name;
+    show_theme(name, theme);
     for (const pane of this.panes) pane.setTheme(theme);
     this.dirty = true;
   },

@@ -27,12 +27,20 @@ constexpr bool START = !FS_SCALED;
 // dV is issued in slices of SLICE queries, each as soon as its slice of P is complete. There are
 // few slices, since wgmma_wait counts at most 7 groups. A score function may read memory; it gets
 // one slice, and so waits for memory once.
-constexpr int SLICE = BLOCK_Q == 128 ? 32 : FS_SCORE_MOD ? 64 : 16, SLICES = BLOCK_Q / SLICE;
+constexpr int SLICE = BLOCK_Q == 128 ? 32 : FS_SCORE_MOD && !FS_DISTANCES ? 64 : 16;
+constexpr int SLICES = BLOCK_Q / SLICE;
 // If a visit's exponentials take longer than dP: dP is then waited for in the middle of the
 // exponentials.
 constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE && !FS_SCORE_LATE;
 // dK of a visit is waited for in the next visit, if registers suffice.
-constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP && !FS_SCORE_MOD;
+constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP && (!FS_SCORE_MOD || FS_DISTANCES);
+#if FS_DISTANCES
+// The score function adds a term that depends only on the distance between query and key. A stage
+// has the terms of all distances in a tile pair (and one more).
+constexpr int DISTANCES = BLOCK_Q + BLOCK_K;
+static_assert(DISTANCES % 32 == 0 && FS_DISTANCES == STAGES, "");
+static_assert(FS_STARTED ? FS_STATISTICS : FS_ADDED, "");
+#endif
 // The initial values of the next visit's scores are loaded while this visit's last products run:
 // for this many rows, the load takes long. At 32 columns under a causal mask or window, the early
 // load is slower. (So is an early load of dP's initial values at 32 columns; with more columns it
@@ -96,6 +104,9 @@ struct OnChip {
     float delta[STAGES][BLOCK_Q];                          // -delta
 #endif
 #endif
+#if FS_DISTANCES
+    float distances[STAGES][DISTANCES];                    // terms that a score function adds
+#endif
     u64 kv_full, k_empty, v_empty;                         // barriers of k and v
     u64 ds_full[STAGES], ds_free[STAGES];                  // barriers of ds, if dQ is deferred
     u64 full[STAGES], empty[STAGES];                       // barriers of q, dout and statistics
@@ -126,14 +137,36 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16*
 
 #if FS_STATISTICS
 // Issues the product that sets each score to its query's first (-lse / scale) or second (-delta)
-// statistic: the left operand's rows select the statistic's three parts.
+// statistic: the left operand's rows select the statistic's three parts. With FS_RAMP, the rows
+// also have the number of their key, which multiplies the function's step.
 __device__ __forceinline__ void start_scores(float (&S)[BLOCK_Q / 2], const u16* statistics,
                                              int which) {
     constexpr u32 ONE = 0x3F80;  // 1 in bfloat16
     const int pair = threadIdx.x % 4 - 2 * which;  // of columns
     const u32 part = pair == 0 ? ONE | ONE << 16 : pair == 1 ? ONE : 0;
-    const u32 ones[4] = {part, part, 0, 0};
-    wgmma_rs<0>(S, ones, descriptor(statistics, 0, SWIZZLE_32), 0);
+    u32 rows[4] = {part, part, 0, 0};
+#if FS_RAMP
+    if (which == 0) {
+        const float key = (threadIdx.x / 128 - 1) * 64 + fragment_row();
+        rows[2] = pair > 1 ? 0 : pack(key, pair ? 0.0f : key);
+        rows[3] = pair > 1 ? 0 : pack(key + 8, pair ? 0.0f : key + 8);
+    }
+#endif
+    wgmma_rs<0>(S, rows, descriptor(statistics, 0, SWIZZLE_32), FS_STARTED && which == 0);
+}
+#endif
+
+#if FS_DISTANCES
+// The number of the distance between this thread's first key and first query, among a tile pair's.
+__device__ __forceinline__ int first_distance(int g) {
+    return fragment_column() - 64 * g - fragment_row() + BLOCK_K - 1;
+}
+
+// Sets this thread's scores to the terms that the score function adds.
+__device__ __forceinline__ void start_at_terms(float (&S)[BLOCK_Q / 2], const float* terms, int g) {
+    const float* mine = terms + first_distance(g);
+#pragma unroll
+    for (int e = 0; e < BLOCK_Q / 2; ++e) S[e] = mine[e / 4 * 8 + e % 2 - e / 2 % 2 * 8];
 }
 #endif
 
@@ -257,6 +290,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #pragma unroll  // not needed, but otherwise ptxas serialises the products at 64 columns
             for (int e = 0; e < (COLUMNS > 48) * BLOCK_Q / 2; ++e) S[e] = dP[e] = 0.0f;
 #endif
+#if FS_STARTED
+            start_at_terms(S, s.distances[stage], g);
+#endif
             if (CARRY) wgmma_wait<0>(), pin(dK);  // ptxas would wait here anyway
             else if (FS_ONCE) pin(S);
             else if (!FS_STATISTICS || COLUMNS > 48)
@@ -276,6 +312,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             const Head at = head_of(a, it, step);
             const int query = it.base + visit.tile * BLOCK_Q + fragment_column();
             const bool exact = is_exact(it, it.base + visit.tile * BLOCK_Q);
+#if FS_DISTANCES
+            const float* of_rows = s.distances[stage] + first_distance(g);
+#elif FS_ADDED
+            const float* of_rows = nullptr;
+#else
+            const float* of_rows = s.lse[stage];
+#endif
 #endif
             wgmma_wait<1>();
             pin(S);
@@ -302,7 +345,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (HALFWAY) unit |= early & 0x80000000u;
                 const float factor = __uint_as_float(unit);
 #if FS_SCORE_MOD
-                make_slice(P, S, a, it, at, visit.masked, exact, factor, s.lse[stage], first, key,
+                make_slice(P, S, a, it, at, visit.masked, exact, factor, of_rows, first, key,
                            query);
                 early = __float_as_uint(S[first / 2]);
 #else

@@ -100,15 +100,25 @@ template <bool KEPT>
 __device__ __forceinline__ void make_slopes(float (&S)[KEYS / 2], const Args& a, const Item& it,
                                             const Head& at, int query, int key,
                                             const float (&lse)[2]) {
-    const Keep keep[2] = {{a, query, it.own.offset, it.end},
-                          {a, query + 8, it.own.offset, it.end}};
     const FlashAt q[2] = {existing(query, it.own.stop), existing(query + 8, it.own.stop)};
     const int first = key + fragment_column();
+#if FLASH_RANGES
+    const KeptKeys keep[2] = {kept_keys(a, at, query, first, it.own, it.end),
+                              kept_keys(a, at, query + 8, first, it.own, it.end)};
+#else
+    const Keep keep[2] = {{a, query, it.own.offset, it.end},
+                          {a, query + 8, it.own.offset, it.end}};
+#endif
 #pragma unroll
     for (int e = 0; e < KEYS / 2; ++e) {
         const int r = e / 2 % 2, step = e / 4 * 8 + e % 2;
         const FlashAt k = KEPT ? FlashAt(first, step) : existing(first, step, it.end);
-        probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q[r], k, keep[r](first + step));
+#if FLASH_RANGES
+        const bool inside = KEPT || keep[r](step);
+#else
+        const bool inside = KEPT || (keep[r](first + step) && kept(a, at, q[r], k));
+#endif
+        probability<KEPT>(a, at, S[e], LOG2E, -lse[r], q[r], k, inside);
     }
 }
 #endif
@@ -173,6 +183,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (visit.masked) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
+#if FLASH_RANGES
+                    const KeptKeys keep = kept_keys(a, at, query + 8 * r, key + fragment_column(),
+                                                    it.own, it.end);
+#pragma unroll
+                    for (int e = 0; e < KEYS / 2; ++e)
+                        if (e / 2 % 2 == r && !keep(e / 4 * 8 + e % 2)) S[e] = NEG_INF;
+#else
                     const Keep keep(a, query + 8 * r, it.own.offset, it.end);
                     const int first = keep.lo - key - fragment_column();
                     const int last = keep.hi - key - fragment_column();  // in-tile columns kept
@@ -187,6 +204,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
                         if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
                     }
+#endif
                 }
             }
 #pragma unroll

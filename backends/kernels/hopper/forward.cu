@@ -70,7 +70,8 @@ struct Elements {
 
 #if FS_DISTANCES
 // Captured elements that depend only on the distance between query and key, for all distances in a
-// tile pair, the smallest first. A distance out of range has the nearest element.
+// tile pair, the smallest first. A distance out of range has the nearest element. With FS_ADDED,
+// they are the terms that the score function adds to a scaled score.
 constexpr int DISTANCES = BLOCK_Q + BLOCK_K;  // one more than there are
 struct Distances {
     const float* mine;  // the element of this thread's first row and first key
@@ -233,14 +234,19 @@ __device__ void produce_distances(OnChip& s, const Args& a) {
         const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
         const int query = at.query(it.own.start).base;
         for (int v = 0; v < it.visits.count; ++v) {
-            const int key = at.key(it.base + it.visits(a, v).tile * BLOCK_K).base;
+            const int first = it.base + it.visits(a, v).tile * BLOCK_K, key = at.key(first).base;
             wait(&s.distances_empty[ring.stage], ring.parity ^ 1);  // its last readers are done
 #pragma unroll
             for (int i = 0; i < DISTANCES; i += 32) {
                 const int n = i + threadIdx.x % 32;
                 if (n >= DISTANCES) break;  // it need not be a multiple of 32
-                s.distances[ring.stage][n] =
-                    flash_band(a.captured, at.at, query - key - (BLOCK_K - 1) + n);
+                const int distance = query - key - (BLOCK_K - 1) + n;
+#if FS_ADDED
+                s.distances[ring.stage][n] = term_at(a, at, distance, it.own.start,
+                                                     it.own.stop - 1, first, it.end - 1);
+#else
+                s.distances[ring.stage][n] = flash_band(a.captured, at.at, distance);
+#endif
             }
             arrive(&s.distances_full[ring.stage]);
             ring.next(FS_DISTANCES);
@@ -289,7 +295,11 @@ __device__ __forceinline__ float with_element(const Args& a, const Head& at, flo
 template <class Tile>
 __device__ __forceinline__ float with_element(const Args& a, const Head& at, float raw, FlashAt q,
                                               FlashAt k, const Tile& tile, int e) {
+#if FS_ADDED
+    return before_function(a, raw) + tile(a, at, e);
+#else
     return after_function(a, at, raw, q, k, tile(a, at, e));
+#endif
 }
 
 // Applies the user's mask and score functions to the scores of one tile pair. Functions are
@@ -300,14 +310,23 @@ template <bool EXACT, bool SCORE, bool MASK, class Tile>
 __device__ __forceinline__ void ask_functions(float (&S)[BLOCK_K / 2], const Args& a,
                                               const Item& it, const Head& at, const Tile& tile,
                                               int query, int key) {
+#if FLASH_RANGES
+    const KeptKeys keep[2] = {kept_keys(a, at, query, key, it.own, it.end),
+                              kept_keys(a, at, query + 8, key, it.own, it.end)};
+#else
     const Keep keep[2] = {{a, query, it.own.offset, it.end}, {a, query + 8, it.own.offset, it.end}};
+#endif
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e) {
         const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
         const FlashAt q = EXACT ? FlashAt(query, 8 * r) : existing(query, 8 * r, it.own.stop);
         const FlashAt k = EXACT ? FlashAt(key, step) : existing(key, step, it.end);
         if (SCORE) S[e] = with_element(a, at, S[e], q, k, tile, e);
+#if FLASH_RANGES
+        if (MASK && !keep[r](step)) S[e] = NEG_INF;
+#else
         if (MASK && !(keep[r](key + step) & kept(a, at, q, k))) S[e] = NEG_INF;
+#endif
     }
 }
 

@@ -34,6 +34,15 @@ struct Step {
 };
 static_assert(!FS_IN_STEP || (FS_CLUSTER == 1 && !FS_ORDERED), "these have an order of their own");
 
+#include "flex.cuh"
+#if FS_FLEX
+// The query head of a step.
+__device__ __forceinline__ Head head_of(const Args& a, const Item& it, const Step& step) {
+    const int kv_heads = a.heads / a.group;
+    return head_at(a, it.walk / kv_heads, it.walk % kv_heads * a.group + step.member, it.outer);
+}
+#endif
+
 // One thread initialises the barriers; `senders` further warps read the work tiles.
 __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
     if (threadIdx.x != 0) return;
@@ -148,8 +157,12 @@ __device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from)
 // reading them from shared memory takes longer, since every thread needs every second pair. A row
 // of 16 columns has each statistic as a sum of three bfloat16 numbers, which is exact to float32:
 // -lse / scale in columns 0 to 2, -delta in columns 4 to 6. The other columns are 0.
+//
+// With FS_RAMP a score function adds a linear function of the positions (ALiBi). A row then starts
+// at -lse / scale plus the function's value at the tile's first key. Columns 8 to 10 have the
+// function's step per key, which the product multiplies by the number of the key in the tile.
 constexpr float LOWEST = -0x1p126f;  // instead of -inf, which the product would multiply by 0
-__device__ inline void write_statistics(u16* rows, int row, float first, float second) {
+__device__ inline uint4 three_parts(float first, float second) {
     u32 parts[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -157,10 +170,15 @@ __device__ inline void write_statistics(u16* rows, int row, float first, float s
         const float high = unpack(pack(x, 0.0f)).x, middle = unpack(pack(x - high, 0.0f)).x;
         parts[2 * i] = pack(high, middle), parts[2 * i + 1] = pack(x - high - middle, 0.0f);
     }
+    return make_uint4(parts[0], parts[1], parts[2], parts[3]);
+}
+__device__ inline void write_statistics(u16* rows, int row, float first, float second,
+                                        uint4 rest) {
+    const uint4 parts = three_parts(first, second);
     const int turn = row / 4 % 2;  // the 32-byte swizzle
     uint4* to = reinterpret_cast<uint4*>(rows + row * 16);
-    to[turn] = make_uint4(parts[0], parts[1], parts[2], parts[3]);
-    to[1 - turn] = make_uint4(0, 0, 0, 0);
+    to[turn] = parts;
+    to[1 - turn] = rest;
 }
 #endif
 
@@ -201,12 +219,29 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 report(counts + 3, 4 * exists);
             }
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+#if FS_RAMP
+            const Head at = head_of(a, it, step);
+            const uint4 step_per_key =
+                three_parts(flash_ramp_step(a.captured, at.at) * -unit, 0.0f);
+#endif
 #if FS_STATISTICS
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i)
                 if (lane + 32 * i < BLOCK_Q)
+#if FS_RAMP  // the function's value at the first key, minus the log-sum-exp
+                    write_statistics(
+                        s.statistics[ring.stage], lane + 32 * i,
+                        lse[i] == NEG_INF
+                            ? LOWEST
+                            : flash_score(a.captured, -lse[i], at.at,
+                                          at.query(existing(first + lane + 32 * i, it.end)),
+                                          at.key(it.own.start)) * -unit,
+                        -delta[i], step_per_key);
+#else
                     write_statistics(s.statistics[ring.stage], lane + 32 * i,
-                                     lse[i] == NEG_INF ? LOWEST : lse[i] * unit, -delta[i]);
+                                     lse[i] == NEG_INF ? LOWEST : lse[i] * unit, -delta[i],
+                                     make_uint4(0, 0, 0, 0));
+#endif
             fence_async_shared();
 #else
 #pragma unroll
@@ -220,6 +255,19 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                     s.delta[ring.stage][x] = -delta[i];
 #endif
                 }
+            }
+#endif
+#if FS_DISTANCES
+            // The function's terms by distance, the smallest distance first; in units of log 2, or
+            // of raw scores if these start at them.
+            const float factor = FS_STARTED ? -unit : LOG2E;
+            const Head head = head_of(a, it, step);
+            const int nearest = head.query(first).base - head.key(it.own.start).base - FS_BLOCK_K + 1;
+#pragma unroll
+            for (int x = 0; x < DISTANCES; x += 32) {
+                s.distances[ring.stage][x + lane] =
+                    factor * term_at(a, head, nearest + x + lane, first, it.end - 1, it.own.start,
+                                     it.own.stop - 1);
             }
 #endif
             arrive(&s.full[ring.stage]);  // every lane arrives for what it wrote
@@ -321,14 +369,7 @@ __device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
     return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
 }
 
-#include "flex.cuh"
 #if FS_FLEX
-// The query head of a step.
-__device__ __forceinline__ Head head_of(const Args& a, const Item& it, const Step& step) {
-    const int kv_heads = a.heads / a.group;
-    return head_at(a, it.walk / kv_heads, it.walk % kv_heads * a.group + step.member, it.outer);
-}
-
 // Whether both tiles of a pair that starts at `query` are complete. Then all positions of its
 // scores exist, at fixed distances. Otherwise a function that reads arrays gets positions clamped
 // to those that exist.
@@ -340,6 +381,15 @@ __device__ __forceinline__ bool is_exact(const Item& it, int query) {
 template <bool EXACT, int N>
 __device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const Item& it,
                                             const Head& at, int key, int query) {
+#if FLASH_RANGES
+    const KeptQueries keep[2] = {kept_queries(a, at, key, query, it.own),
+                                 kept_queries(a, at, key + 8, query, it.own)};
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int e = 0; e < N; ++e)
+            if (e / 2 % 2 == r && !keep[r](e / 4 * 8 + e % 2)) S[e] = NEG_INF;
+#else
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -350,6 +400,7 @@ __device__ __forceinline__ void drop_masked(float (&S)[N], const Args& a, const 
         const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
         if (!(keep[r](query + step) & kept(a, at, q, k))) S[e] = NEG_INF;
     }
+#endif
 }
 
 // As shape_scores below, with a mask function.
@@ -368,20 +419,36 @@ __device__ __forceinline__ void drop_scores(float (&S)[N], const Args& a, const 
 
 #if FS_SCORE_MOD
 // P of raw scores whose rows are keys; see `probability`. `statistic` is the queries' -lse in units
-// of log 2.
+// of log 2. With FS_DISTANCES it is the added term of this thread's first key and first query
+// instead, among those of other distances; with FS_ADDED alone it is not read.
 template <bool KEPT, bool EXACT, int N>
 __device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N], const Args& a,
                                                    const Item& it, const Head& at, float factor,
                                                    const float* statistic, int key, int query) {
+#if FLASH_RANGES
+    const KeptQueries keep[2] = {kept_queries(a, at, key, query, it.own),
+                                 kept_queries(a, at, key + 8, query, it.own)};
+#else
     const KeepColumn keep[2] = {{a, key, it.own}, {a, key + 8, it.own}};
+#endif
 #pragma unroll
     for (int e = 0; e < N; ++e) {
-        const float2 lse = query_pair(statistic, e / 4);
         const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
         const FlashAt q = EXACT ? FlashAt(query, step) : existing(query, step, it.end);
         const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
-        P[e] = probability<KEPT>(a, at, S[e], factor, e % 2 ? lse.y : lse.x, q, k,
-                                 keep[r](query + step));
+#if FLASH_RANGES
+        const bool inside = KEPT || keep[r](step);
+#else
+        const bool inside = KEPT || (keep[r](query + step) && kept(a, at, q, k));
+#endif
+#if FS_DISTANCES
+        P[e] = probability<KEPT>(a, at, S[e], factor, 0.0f, q, k, inside, statistic[step - 8 * r]);
+#elif FS_ADDED
+        P[e] = probability<KEPT>(a, at, S[e], factor, 0.0f, q, k, inside);
+#else
+        const float2 lse = query_pair(statistic, e / 4);
+        P[e] = probability<KEPT>(a, at, S[e], factor, e % 2 ? lse.y : lse.x, q, k, inside);
+#endif
     }
 }
 template <int N>

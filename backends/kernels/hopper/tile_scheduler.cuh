@@ -156,7 +156,7 @@ __device__ inline float scaled(const Args& a, float score) {
 }
 // The factor from a score to an exponent in base 2.
 __device__ inline float exponent_factor(const Args& a) {
-    if (FS_SCORE_MOD || (FS_SCALED && !FS_SOFTCAP)) return LOG2E;
+    if (FS_SCALED && (FS_SCORE_MOD || !FS_SOFTCAP)) return LOG2E;
     return (FS_SOFTCAP ? a.softcap : a.scale) * LOG2E;
 }
 

@@ -14,8 +14,6 @@ warps send dQ to HBM. Without FUSED, the kernel in the module `dq` computes dQ. 
 CLUSTER divide the visits of a work tile, and add up dK and dV through shared memory.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +30,7 @@ from flashsim.backends.numba_gpu.hopper.smem_layout import KeysOutside
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
 from flashsim.backends.numba_gpu.tensor import softmax
+from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -62,7 +61,7 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     w = walk_functions(c, every=128)  # one thread per warpgroup
     items = item_functions(c, at, w, by_row=False, part=bool(c.after or c.more))
     run = roles(
-        *(c, at, w, items, _consumer(c, at, w, items)),
+        *(c, at, w, items, _consumer(kernel, at, w, items)),
         piece_barriers=(_DQ_FREE, _DQ_FULL),
         sends=bool(c.fused),
         start=not c.scaled,
@@ -74,8 +73,9 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     return hopper_backward
 
 
-def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``consume(a, shared, group)``, a warpgroup's loop with 64 keys per work tile."""
+    c = constants(kernel)
     block_q, block_k, d = c.block_q, c.block_k, c.d
     bf16, fused, scaled, softcap = bool(c.bf16), bool(c.fused), bool(c.scaled), bool(c.softcap)
     deferred = at.deferred  # dQ of a visit is computed in the next visit
@@ -113,6 +113,14 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     mask = gradients.mask_columns(block_q, bool(c.left), bool(c.right))
     queue_dv = gradients.queue_dv(bf16, block_q, d, slices, softcap=softcap, start=start)
     score_gradients = gradients.score_gradients(bf16, block_q)
+    f = fragment_functions(kernel, 1, block_q, by_row=False)
+    has_mask, has_score, apply_mask = f.has_mask, f.has_score, f.mask
+    probabilities, masked_probabilities = f.probabilities, f.masked_probabilities
+    slope_of, first_rows = f.slope, first_rows_of(kernel)
+    queue_whole_dv = hopper.queue_output(bf16, d, block_q)  # a score function takes no slices
+    dp_done = hopper.product_wait(1, block_q)  # dV's product may be pending
+    score_products = gradients.score_products(bf16, block_q)
+    round_scores = hopper.round_operand(bf16, block_q)
     ds_place, dq_place = gradients.ds_place(ds_wide), gradients.dq_place(dq_rows)
     store_ds, stage_dq = gradients.store_ds(block_k, block_q, ds_wide), gradients.stage_dq(dq_rows)
     queue_dq = gradients.queue_dq(bf16, dq_rows, block_k, ds_wide)
@@ -277,17 +285,41 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 # -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice --------------------
                 if scaled:
                     s = scale_scores(s, a.scale, a.softcap)
-                if masked:
-                    query = int32(get(slot + word.BASE) + tile * block_q)
-                    key = int32(get(slot + word.START) + row0)
-                    limits = get(slot + word.OFFSET), get(slot + word.STOP)
-                    s = mask(s, key, query, limits[0], limits[1], a.left, a.right)
-                p, dp, dv = queue_dv(s, dp, dv, to_log2, lse, a.softcap, dout)
+                if has_score or has_mask:
+                    batch = quotient(walk, kv_heads)
+                    head = int32(member - batch * a.heads)
+                    q_first, k_first = first_rows(a, get(slot + word.OUTER))  # of the sequence
+                    q_pos = get(slot + word.BASE) + tile * block_q - q_first
+                    k_pos = get(slot + word.START) + row0 - k_first
+                    ends = get(slot + word.END) - 1 - q_first, get(slot + word.STOP) - 1 - k_first
+                    place = q_pos, k_pos, ends[0], ends[1]
+                if has_score:
+                    starts = load_columns(lse)
+                    if masked:
+                        reach = get(slot + word.OFFSET) + q_first - k_first
+                        p = masked_probabilities(a, batch, head, s, starts, *place, reach)
+                    else:
+                        p = probabilities(a, batch, head, s, starts, *place)
+                    dv = queue_whole_dv(dv, p, dout)
+                    dp = dp_done(dp)
+                else:
+                    if masked:
+                        query = int32(get(slot + word.BASE) + tile * block_q)
+                        key = int32(get(slot + word.START) + row0)
+                        limits = get(slot + word.OFFSET), get(slot + word.STOP)
+                        s = mask(s, key, query, limits[0], limits[1], a.left, a.right)
+                        if has_mask:
+                            s = apply_mask(a, batch, head, s, *place)
+                    p, dp, dv = queue_dv(s, dp, dv, to_log2, lse, a.softcap, dout)
                 # the next work tile's V may be loaded
                 arrive(shared + v_free, speaking & (left == 1))
                 stamp(visit_stamp, 3)
                 # -- dS^T = P^T dP^T, under dV ----------------------------------------------------
-                ds = score_gradients(p, dp)
+                if has_score:
+                    ds = slope_of(a, batch, head, s, score_products(p, dp), *place)
+                    ds = round_scores(ds)
+                else:
+                    ds = score_gradients(p, dp)
                 if fused:
                     if deferred:  # both warpgroups' dQ products of two visits ago have read it
                         wait_free(shared + ds_free, done)

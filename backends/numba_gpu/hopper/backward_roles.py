@@ -7,8 +7,6 @@ one dK^T, for all keys and columns of a tile. P and dS are transposed when they 
 memory. Each row of the scores belongs to one query.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +22,7 @@ from flashsim.backends.numba_gpu.hopper.kv_outer import producer, sender, statis
 from flashsim.backends.numba_gpu.hopper.smem_layout import ROLES_REGISTERS, Roles, columns_taken
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import softmax
+from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -52,7 +51,7 @@ def hopper_backward_roles_kernel(kernel: Kernel) -> Any:
     produce = producer(c, at, w, items)
     produce_statistics = statistics(c, at, w, items, start=False)
     send_dq = sender(c, at, w, items, (_DQ_FREE, _DQ_FULL))
-    make_scores = _scores(c, at, w, items)
+    make_scores = _scores(kernel, at, w, items)
     add_values, add_keys = (_sums(c, at, w, items, values=x) for x in (True, False))
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, scores, sums = ROLES_REGISTERS
@@ -89,8 +88,9 @@ def hopper_backward_roles_kernel(kernel: Kernel) -> Any:
     return hopper_backward_roles
 
 
-def _scores(c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``make_scores(a, shared)``, the loop of the warpgroup that computes P, dS and dQ."""
+    c = constants(kernel)
     block_q, block_k, bf16 = c.block_q, c.block_k, bool(c.bf16)
     scaled, softcap, wide, chunks = bool(c.scaled), bool(c.softcap), at.dq_wide, at.chunks
     k_at, v_at, q_at, dout_at, p_at, ds_at, dq_at, lse_at, delta_at = map(at.region, at.regions)
@@ -105,6 +105,9 @@ def _scores(c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespac
     dp_done, dq_done = hopper.product_wait(0, block_k), hopper.product_wait(0, wide)
     scale_scores = softmax.scale_scores(1, block_k, softcap)
     mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
+    f = fragment_functions(kernel, 1, block_k, by_row=True)
+    assert not f.has_score, "there are no registers for a score function"
+    has_mask, apply_mask, first_rows = f.has_mask, f.mask, first_rows_of(kernel)
     load_rows, keys_place = wide_gradients.load_rows, wide_gradients.keys_place
     store_probabilities = wide_gradients.store_probabilities(bf16, block_k, softcap)
     store_gradients = wide_gradients.store_gradients(bf16, block_k)
@@ -122,7 +125,7 @@ def _scores(c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespac
 
     @device
     def make_scores(a, shared):
-        speaking = speaks()  # one arrival per warp
+        speaking, kv_heads = speaks(), quotient(a.heads, a.group)  # one arrival per warp
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
         row0 = int32(int32(cuda.threadIdx.x) % 128 // 32 * 16)  # first row of the warp in the tile
         p_mine, ds_mine = keys_place(shared + p_at), keys_place(shared + ds_at)
@@ -162,6 +165,13 @@ def _scores(c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespac
                     query = int32(get(slot + word.BASE) + tile * block_q + row0)
                     start, stop = get(slot + word.START), get(slot + word.STOP)
                     s = mask(s, query, start, get(slot + word.OFFSET), stop, a.left, a.right)
+                    if has_mask:
+                        batch = quotient(walk, kv_heads)
+                        head = int32(member - batch * a.heads)
+                        q_first, k_first = first_rows(a, get(slot + word.OUTER))
+                        q_last = get(slot + word.END) - 1 - q_first
+                        k_last, q_pos, k_pos = stop - 1 - k_first, query - q_first, start - k_first
+                        s = apply_mask(a, batch, head, s, q_pos, k_pos, q_last, k_last)
                 p = store_probabilities(p_mine, s, lse, to_log2, a.softcap)
                 fence_shared()
                 sums_arrive(int32(_P_FULL))

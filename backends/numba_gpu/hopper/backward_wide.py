@@ -10,8 +10,6 @@ With many work tiles, the fused backward in the module `backward_roles` is faste
 of a CLUSTER share the visits of a work tile.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +29,7 @@ from flashsim.backends.numba_gpu.hopper.smem_layout import (
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
 from flashsim.backends.numba_gpu.tensor import softmax
+from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -54,7 +53,7 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
     w = walk_functions(c, every=128)  # one thread per warpgroup
     items = item_functions(c, at, w, by_row=False)
     run = roles(
-        *(c, at, w, items, _consumer(c, at, w, items)),
+        *(c, at, w, items, _consumer(kernel, at, w, items)),
         piece_barriers=(_DQ_FREE, _DQ_FULL),
         sends=at.staged,
         start=False,
@@ -66,10 +65,9 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
     return hopper_backward_wide
 
 
-def _consumer(
-    c: SimpleNamespace, at: ColumnsDivided, w: SimpleNamespace, i: SimpleNamespace
-) -> Any:
+def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup."""
+    c = constants(kernel)
     block_q, bf16, fused, staged = c.block_q, bool(c.bf16), bool(c.fused), at.staged
     dq_row_bytes = c.head_dim * 4  # of the accumulator
     scaled, softcap = bool(c.scaled), bool(c.softcap)
@@ -90,6 +88,14 @@ def _consumer(
     probabilities = wide_gradients.column_probabilities(queries, softcap)
     score_gradients = wide_gradients.column_gradients(bf16, queries)
     round_scores = hopper.round_operand(bf16, queries)
+    f = fragment_functions(kernel, 1, queries, by_row=False)
+    has_mask, has_score, apply_mask = f.has_mask, f.has_score, f.mask
+    probabilities_of, masked_probabilities = f.probabilities, f.masked_probabilities
+    slope_of, first_rows = f.slope, first_rows_of(kernel)
+    score_products, add_columns = (
+        gradients.score_products(bf16, queries),
+        wide_gradients.add_to_columns(queries),
+    )
     scores_place = wide_gradients.scores_place
     store_scores = gradients.store_ds(c.block_k, queries, 64)
     queue_sums = wide_gradients.queue_columns(bf16, at, down=False, more=True)
@@ -224,20 +230,43 @@ def _consumer(
                 # -- P^T = exp2(c S^T - lse), under dP --------------------------------------------
                 if scaled:
                     s = scale_scores(s, a.scale, a.softcap)
-                if masked:
-                    query = int32(get(slot + word.BASE) + tile * block_q + mine)
-                    key = int32(get(slot + word.START) + row0)
-                    limits = get(slot + word.OFFSET), get(slot + word.STOP)
-                    s = mask(s, key, query, limits[0], limits[1], a.left, a.right)
-                p, sloped = probabilities(s, lse, to_log2, a.softcap)
+                if has_score or has_mask:
+                    batch = quotient(walk, kv_heads)
+                    head = int32(member - batch * a.heads)
+                    q_first, k_first = first_rows(a, get(slot + word.OUTER))  # of the sequence
+                    q_pos = get(slot + word.BASE) + tile * block_q + mine - q_first
+                    k_pos = get(slot + word.START) + row0 - k_first
+                    ends = get(slot + word.END) - 1 - q_first, get(slot + word.STOP) - 1 - k_first
+                    place = q_pos, k_pos, ends[0], ends[1]
+                if has_score:
+                    if masked:
+                        reach = get(slot + word.OFFSET) + q_first - k_first
+                        p = masked_probabilities(a, batch, head, s, lse, *place, reach)
+                    else:
+                        p = probabilities_of(a, batch, head, s, lse, *place)
+                else:
+                    if masked:
+                        query = int32(get(slot + word.BASE) + tile * block_q + mine)
+                        key = int32(get(slot + word.START) + row0)
+                        limits = get(slot + word.OFFSET), get(slot + word.STOP)
+                        s = mask(s, key, query, limits[0], limits[1], a.left, a.right)
+                        if has_mask:
+                            s = apply_mask(a, batch, head, s, *place)
+                    p, sloped = probabilities(s, lse, to_log2, a.softcap)
+                    p = round_scores(p)
                 # The other warpgroup may still read the other stage's P and dS. It finished reading
                 # this stage before it reached the last visit's _SCORES_READY, which this warpgroup
                 # has passed.
-                store_scores(p_mine + turn, round_scores(p))
+                store_scores(p_mine + turn, p)
                 dp = dp_done(dp)
                 stamp(visit_stamp, 3)
                 # -- dS^T = P^T (dP^T - delta) ----------------------------------------------------
-                store_scores(ds_mine + turn, score_gradients(sloped, dp, deltas))
+                if has_score:
+                    ds = score_products(p, add_columns(dp, deltas))
+                    ds = round_scores(slope_of(a, batch, head, s, ds, *place))
+                else:
+                    ds = score_gradients(sloped, dp, deltas)
+                store_scores(ds_mine + turn, ds)
                 fence_shared()
                 scores_ready(int32(_SCORES_READY))
                 # -- dV += P^T dO, dQ = dS K, dK += dS^T Q ----------------------------------------

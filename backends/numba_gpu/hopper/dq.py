@@ -8,8 +8,6 @@ divide the keys of each visit, and their two sums are added at the end. One prod
 ring buffer of K and V tiles full.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +22,7 @@ from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, DqAlone, registers
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import softmax
+from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -49,7 +48,7 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
     at = DqAlone(c.block_q, c.block_k, c.d)
     w = walk_functions(c, every=128)  # one thread per warpgroup
     items = item_functions(c, at, w)
-    produce, consume = _producer(c, at, w, items), _consumer(c, at, w, items)
+    produce, consume = _producer(c, at, w, items), _consumer(kernel, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = registers(at.groups)
     give_registers = hopper.registers(give, more=False)
@@ -161,8 +160,9 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     return produce
 
 
-def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``consume(a, shared, group)``, the loop with which a warpgroup computes dQ."""
+    c = constants(kernel)
     block_k, d = c.block_k, c.d
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     split = at.pieces == 1  # the warpgroups divide the keys
@@ -181,8 +181,13 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     own_statistics = gradients.own_statistics
     scale_scores = softmax.scale_scores(1, keys, softcap)
     mask = softmax.mask_rows(1, keys, bool(c.left), bool(c.right))
-    probabilities = gradients.row_probabilities(keys, softcap)
-    score_gradients = gradients.row_gradients(bf16, keys)
+    f = fragment_functions(kernel, 1, keys, by_row=True)
+    has_mask, has_score, apply_score, apply_mask = f.has_mask, f.has_score, f.score, f.mask
+    slope_of, first_rows = f.slope_alone, first_rows_of(kernel)
+    # With a score function, the softcap's slope is part of `slope_of`.
+    probabilities = gradients.row_probabilities(keys, softcap and not has_score)
+    score_gradients = gradients.row_gradients(keys)
+    round_scores = hopper.round_operand(bf16, keys)
     add_halves = gradients.add_halves(d)
     store_dq = hopper.store_output(bf16, d, rows_of(c)[0])
     take, leave, visits_of, visit_words = i.take, i.leave, i.visits, i.visit_words
@@ -247,14 +252,30 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
                 stamp(visit_stamp, n * visit_words + 2)
                 if scaled:
                     s = scale_scores(s, a.scale, a.softcap)
+                if has_score or has_mask:
+                    batch = quotient(walk, a.heads)
+                    head = int32(walk - batch * a.heads)
+                    q_first, k_first = first_rows(a, get(slot + word.OUTER))  # of the sequence
+                    q_pos = query - q_first
+                    k_pos = get(slot + word.BASE) + tile * block_k + my_key - k_first
+                    ends = get(slot + word.STOP) - 1 - q_first, get(slot + word.END) - 1 - k_first
+                    place = q_pos, k_pos, ends[0], ends[1]
+                t = s
+                if has_score:
+                    t = apply_score(a, batch, head, s, *place)
                 if masked:
                     key = int32(get(slot + word.BASE) + tile * block_k + my_key)
                     limits = get(slot + word.OFFSET), get(slot + word.END)
-                    s = mask(s, query, key, limits[0], limits[1], a.left, a.right)
-                p = probabilities(s, lse, to_log2, a.softcap)
+                    t = mask(t, query, key, limits[0], limits[1], a.left, a.right)
+                    if has_mask:
+                        t = apply_mask(a, batch, head, t, *place)
+                p = probabilities(t, lse, to_log2, a.softcap)
                 stamp(visit_stamp, n * visit_words + 3)
                 dp = dp_done(dp)
-                dq = dq_done(queue_dq(dq, score_gradients(p, dp, delta), k + shift))
+                ds = score_gradients(p, dp, delta)
+                if has_score:
+                    ds = slope_of(a, batch, head, s, ds, *place)
+                dq = dq_done(queue_dq(dq, round_scores(ds), k + shift))
                 arrive(stage(shared + free, done), speaking)
                 stamp(visit_stamp, n * visit_words + 4)
                 done, n = int32(done + 1), int32(n + 1)

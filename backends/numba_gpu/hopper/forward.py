@@ -7,8 +7,6 @@ Blocks are persistent: a block's producer takes one work tile (a row tile of a h
 The producer passes the work tile to the consumers through slots in shared memory.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +20,11 @@ from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, OnChip, registers
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import output, softmax
+from flashsim.backends.numba_gpu.tensor.functions import (
+    first_rows_of,
+    fragment_functions,
+    sink_of,
+)
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -46,7 +49,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     at = OnChip(c.block_q, c.block_k, c.d, c.dv, c.stages)
     w = walk_functions(c, every=128)  # one thread per warpgroup
     items = item_functions(c, at, w)
-    produce, consume = _producer(c, at, w, items), _consumer(c, at, w, items)
+    produce, consume = _producer(c, at, w, items), _consumer(kernel, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = registers(at.groups)
     give_registers = hopper.registers(give, more=False)
@@ -189,8 +192,9 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) ->
     return bring
 
 
-def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``consume(a, shared, group)``, a warpgroup's loop with 64 rows per work tile."""
+    c = constants(kernel)
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     turns = bool(c.turns)  # as TURNS of kernels/hopper/forward.cu
@@ -212,10 +216,15 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     output_done = hopper.product_wait(0, dv)
     scale_scores = softmax.scale_scores(1, block_k, softcap)
     mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
+    f = fragment_functions(kernel, 1, block_k, by_row=True)
+    has_mask, has_score, apply_score, apply_mask = f.has_mask, f.has_score, f.score, f.mask
+    first_rows = first_rows_of(kernel)
     row_max, softmax_base = softmax.row_max(1, block_k), softmax.softmax_base(1)
     row_max_of_bits = softmax.row_max_of_bits(block_k)
     row_by_row, scale_o = softmax.row_by_row(block_k), softmax.scale_rows(1, dv)
     exponentials, finish_rows = softmax.exponentials(1, block_k), softmax.finish_rows(1)
+    sinks, sink_of_head = kernel.sinks, sink_of(kernel)
+    finish_with_sink = softmax.finish_rows_with_sink(1)
     round_operand = hopper.round_operand(bf16, block_k)
     store_lse = output.store_rows(1)
     store_output = hopper.store_output(bf16, dv, rows_of(c)[1])
@@ -234,10 +243,22 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
         tile, masked = visit_of(a, steps, n)
         if scaled:
             s = scale_scores(s, a.scale, a.softcap)
+        if has_score or has_mask:
+            walk = get(slot + word.WALK)
+            batch = quotient(walk, a.heads)
+            head = int32(walk - batch * a.heads)
+            q_first, k_first = first_rows(a, get(slot + word.OUTER))  # of the packed sequence
+            q_pos, q_last = query - q_first, get(slot + word.STOP) - 1 - q_first
+            k_pos = get(slot + word.BASE) + tile * block_k - k_first
+            k_last = get(slot + word.END) - 1 - k_first
+        if has_score:
+            s = apply_score(a, batch, head, s, q_pos, k_pos, q_last, k_last)
         if masked:
             key = int32(get(slot + word.BASE) + tile * block_k)
             limits = get(slot + word.OFFSET), get(slot + word.END)
             s = mask(s, query, key, limits[0], limits[1], a.left, a.right)
+            if has_mask:
+                s = apply_mask(a, batch, head, s, q_pos, k_pos, q_last, k_last)
         return s
 
     @device
@@ -247,7 +268,11 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)
         tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
-        inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
+        if sinks:
+            sink = sink_of_head(a, head)
+            inverse, lse = finish_with_sink(m, l, to_log2 * float32(1 / LOG2E), sink)
+        else:
+            inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
         report(tile_count + 8, store_lse(a.lse + int64(walk) * a.n_q * 4, lse, query, stop))
         out = a.o_data + (batch * a.o_batch + head * a.o_head) * 2
         report(tile_count + 4, store_output(out, a.o_row * 2, o, inverse, query, stop))

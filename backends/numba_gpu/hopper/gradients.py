@@ -5,8 +5,6 @@ fragment has a log-sum-exp and a delta. The module `row_gradients` has the same 
 Q-outer dQ kernel.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -215,6 +213,18 @@ def score_gradients(bf16: bool, n: int) -> Any:
         return rounded(b, ds, bf16=bf16)
 
     return score_gradients_
+
+
+def score_products(bf16: bool, n: int) -> Any:
+    """Return ``score_products(p, dp) -> ds``, which computes P dP in float32 from a rounded P."""
+    kind = floats(n // 2)
+
+    @emitted(kind, words(n // 4), kind)
+    def score_products_(b: ir.IRBuilder, p: Values, dp: Values) -> Values:
+        p = [x for pair in p for x in ptx.unpack(b, bf16, pair)]
+        return [b.fmul(x, y) for x, y in zip(p, dp, strict=True)]
+
+    return score_products_
 
 
 def _sixteens(row: int) -> int:

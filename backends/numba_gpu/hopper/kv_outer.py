@@ -1,7 +1,5 @@
 """The warps of the KV-outer backward that load tiles and send dQ (see kv_outer.cuh)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

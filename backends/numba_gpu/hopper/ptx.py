@@ -14,8 +14,6 @@ In a narrow chunk, the two 16-byte pieces of row r are swapped where r / 4 is od
 swizzle).
 """
 
-from __future__ import annotations
-
 from llvmlite import ir
 
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, struct_values

@@ -1,16 +1,13 @@
 """Numba intrinsics for the Q-outer dQ kernel on Hopper, in which rows of scores are queries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32, words
+from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.hopper.wgmma_tiles import rounded
 from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 
@@ -66,14 +63,13 @@ def row_probabilities(n: int, softcap: bool) -> Any:
     return row_probabilities_
 
 
-def row_gradients(bf16: bool, n: int) -> Any:
-    """Return ``row_gradients(p, dp, delta) -> ds``: dS = P (dP - delta), as a left operand."""
+def row_gradients(n: int) -> Any:
+    """Return ``row_gradients(p, dp, delta) -> ds``, where dS = P (dP - delta)."""
     kind = floats(n // 2)
 
-    @emitted(words(n // 4), kind, kind, floats(2))
+    @emitted(kind, kind, kind, floats(2))
     def row_gradients_(b: ir.IRBuilder, p: Values, dp: Values, delta: Values) -> Values:
-        ds = [b.fmul(p[at], b.fsub(dp[at], delta[x // 2])) for at, _, _, x in elements(1, n)]
-        return rounded(b, ds, bf16=bf16)
+        return [b.fmul(p[at], b.fsub(dp[at], delta[x // 2])) for at, _, _, x in elements(1, n)]
 
     return row_gradients_
 

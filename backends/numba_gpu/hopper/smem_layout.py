@@ -1,7 +1,5 @@
 """Compute the Python Hopper kernels' shared-memory layouts and registers per thread."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

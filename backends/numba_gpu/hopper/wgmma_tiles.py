@@ -5,8 +5,6 @@ are also attributes of this module. Accumulator fragments have the layout of `mm
 block of 16 rows per warp. `ptx.wgmma` says which of a warpgroup's 64 rows belong to which warp.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

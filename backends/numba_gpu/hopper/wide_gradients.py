@@ -5,8 +5,6 @@ is one key with 64 queries. In `backward_wide`, a row of scores is a key. In `ba
 of scores is a query. A row of dQ is a query, so dQ is staged differently than in `gradients`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir
@@ -86,6 +84,17 @@ def column_gradients(bf16: bool, n: int) -> Any:
         return rounded(b, ds, bf16=bf16)
 
     return column_gradients_
+
+
+def add_to_columns(n: int) -> Any:
+    """Return ``add_to_columns(dp, values) -> dp``, which adds one number to each column."""
+    kind = floats(n // 2)
+
+    @emitted(kind, kind, floats(n // 4))
+    def add_to_columns_(b: ir.IRBuilder, dp: Values, values: Values) -> Values:
+        return [b.fadd(x, values[e // 4 * 2 + e % 2]) for e, x in enumerate(dp)]
+
+    return add_to_columns_
 
 
 def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> Any:

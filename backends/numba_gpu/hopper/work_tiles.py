@@ -4,8 +4,6 @@ A work tile is one row tile of a head with all its visits or, in a KV-outer kern
 A visit is one query tile times one key tile.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from numba import cuda

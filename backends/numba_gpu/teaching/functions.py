@@ -5,8 +5,6 @@ The generated text contains each captured array's offset. Kernels add gradients 
 to a third flat array, atomically.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import lru_cache

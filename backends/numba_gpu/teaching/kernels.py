@@ -11,8 +11,6 @@ With `counts`, a kernel sums the bytes that it moves, in ``tile_counts`` (heads 
 8) and ``visit_counts`` (batch * heads, visits, 8).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

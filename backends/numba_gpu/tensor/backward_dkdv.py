@@ -16,8 +16,6 @@ one or two stages of shared memory. The matrices dK, dV, S^T, P^T and dP^T are i
 matrix dS is also written to shared memory, because the dQ product needs the dS of several warps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba import cuda
@@ -92,9 +90,9 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     multiply_pdo = mma_tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
     load_columns = gradients.load_columns(chunk)
     f = fragment_functions(kernel, blocks, chunk, by_row=False)
-    has_mask, has_score, varlen = f.has_mask, f.has_score, f.varlen
+    has_mask, has_score = f.has_mask, f.has_score
     apply_score, keep, alive = f.score, f.keep, f.alive
-    slope_of, slope_alone, first_rows = f.slope, f.slope_alone, first_rows_of(f.starts)
+    slope_of, slope_alone, first_rows = f.slope, f.slope_alone, first_rows_of(kernel)
     scale_scores = softmax.scale_scores(blocks, chunk, softcap)
     own = not has_score  # the softcap's slope is that of `probabilities`
     probabilities = gradients.probabilities(blocks, chunk, False, scaled and own, softcap and own)
@@ -179,9 +177,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         do_pieces, do_columns = pieces_do(shared + do_at), columns_do(shared + do_at)
         dk, dv_sum = new_dk(), new_dv()
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)
-        q_first, k_first = int32(0), int32(0)  # of the packed sequence
-        if varlen:
-            q_first, k_first = first_rows(a, outer)
+        q_first, k_first = first_rows(a, outer)  # of the packed sequence
         member, n = int32(0), int32(0)  # query head of the group, visit in its loop
         last_walk, last_slot, last_start, last_rows = first_walk, slot, start, int32(0)
 

@@ -8,8 +8,6 @@ Q, dO, the log-sum-exp L and delta stay in shared memory until the block ends. K
 two stages of shared memory. The matrices dQ, S, P, dP and dS are in registers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba import cuda
@@ -75,9 +73,9 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     multiply_dsk = mma_tiles.multiply(bf16, blocks, d, chunk, "accumulators", Operand(tile_k))
     load_rows = gradients.load_rows(blocks)
     f = fragment_functions(kernel, blocks, chunk, by_row=True)
-    has_mask, has_score, varlen = f.has_mask, f.has_score, f.varlen
+    has_mask, has_score = f.has_mask, f.has_score
     apply_score, keep, alive, slope_of = f.score, f.keep, f.alive, f.slope_alone
-    first_rows, scale_scores = first_rows_of(f.starts), softmax.scale_scores(blocks, chunk, softcap)
+    first_rows, scale_scores = first_rows_of(kernel), softmax.scale_scores(blocks, chunk, softcap)
     apart = not has_score  # the softcap's slope is that of `probabilities`
     probabilities = gradients.probabilities(
         blocks, chunk, True, scaled and apart, softcap and apart
@@ -136,9 +134,7 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
         v_pieces = pieces_v(shared + v_at)
         dq = new_dq()
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)
-        q_first, k_first = int32(0), int32(0)  # of the packed sequence
-        if varlen:
-            q_first, k_first = first_rows(a, outer)
+        q_first, k_first = first_rows(a, outer)  # of the packed sequence
 
         for n in range(count):
             now = (n & 1) if two_stages else 0

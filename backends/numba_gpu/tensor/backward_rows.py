@@ -6,8 +6,6 @@ clears dQ's float32 accumulator, if any. `flash_convert` rounds dQ's accumulator
 time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

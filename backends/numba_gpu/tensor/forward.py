@@ -6,8 +6,6 @@ visit. O, m, l, S and P are in registers. Q stays in registers if there are enou
 shared memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba import cuda
@@ -17,7 +15,7 @@ from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.mma_tiles import Operand, Tile
 from flashsim.backends.numba_gpu.tensor import output, softmax
-from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
+from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions, sink_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -69,8 +67,10 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     rescaling, scale_o = softmax.rescaling(blocks), softmax.scale_rows(blocks, dv)
     exponentials, finish_rows = softmax.exponentials(blocks, block_k), softmax.finish_rows(blocks)
     f = fragment_functions(kernel, blocks, block_k, by_row=True)
-    has_mask, has_score, varlen = f.has_mask, f.has_score, f.varlen
-    apply_score, apply_mask, first_rows = f.score, f.mask, first_rows_of(f.starts)
+    has_mask, has_score = f.has_mask, f.has_score
+    apply_score, apply_mask, first_rows = f.score, f.mask, first_rows_of(kernel)
+    sinks, sink_of_head = kernel.sinks, sink_of(kernel)
+    finish_with_sink = softmax.finish_rows_with_sink(blocks)
     stage_o, store_lse = output.stage(bf16, blocks, dv, tile_o), output.store_rows(blocks)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
@@ -114,9 +114,7 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
             q_left = keep_q(q_left)
         k_pieces, v_pieces = pieces_k(shared + k_at), pieces_v(shared + v_at)
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
-        q_first, k_first = int32(0), int32(0)  # of the packed sequence
-        if varlen:
-            q_first, k_first = first_rows(a, outer)
+        q_first, k_first = first_rows(a, outer)  # of the packed sequence
 
         for n in range(count):
             now = n & 1
@@ -168,7 +166,11 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
         # -- Phase 6: O /= l, L = m + log l -----------------------------------------------------
         copies_wait()  # a block without visits still has a copy of Q in flight
         cuda.syncthreads()  # B2: all warps have read K, V and Q; O is staged over them
-        inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
+        if sinks:
+            sink = sink_of_head(a, head)
+            inverse, lse = finish_with_sink(m, l, to_log2 * float32(1 / LOG2E), sink)
+        else:
+            inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
         moved = store_lse(a.lse + int64(walk) * a.n_q * 4, lse, start + row0, stop)
         report(tile_count + 8, moved)
         stage_o(shared, row0, 0, scale_o(o, inverse))

@@ -1,137 +1,357 @@
-"""Generate device functions that apply mask and score functions to fragments of scores.
+"""Apply mask and score functions to fragments of scores.
 
-One device function computes a single score. For a fragment, a second generated function calls the
-first one with each element's positions.
+The expression graph of a function becomes LLVM code: a few instructions per node and element of a
+fragment. A value that several elements share is computed once, for example a captured element whose
+index depends only on the query.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
-from numba import cuda
-from numba.cuda import types
+from numba.cuda import cgutils, types
 
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import F32, I16, I32, I64, asm, emitted
-from flashsim.backends.numba_gpu.mma_tiles import elements
-from flashsim.backends.numba_gpu.traversal import read_int
-from flashsim.functions.derivative import adjoints
-from flashsim.functions.emit_numba import Written
-from flashsim.functions.graph import Graph
-from flashsim.functions.operations import BOOL
+from flashsim.backends.numba_gpu.emit import (
+    F32,
+    I16,
+    I32,
+    I64,
+    ArgsType,
+    Values,
+    argument,
+    asm,
+    emitted,
+    f32,
+    floats,
+    i32,
+    words,
+)
+from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
+from flashsim.backends.numba_gpu.tensor.gradients import mask_probabilities
+from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
+from flashsim.functions.derivative import DOUT, adjoints
+from flashsim.functions.emit import never_negative
+from flashsim.functions.graph import ArraySpec, Graph, Node, needed
+from flashsim.functions.operations import BOOL, FLOAT, INT, SCORE
 
+int32 = types.int32
 _TYPES: dict[str, ir.Type] = {
     **{"bool": ir.IntType(8), "uint8": ir.IntType(8), "int8": ir.IntType(8), "int16": I16},
     **{"int32": I32, "int64": I64, "float32": F32, "float64": ir.DoubleType()},
     **{"float16": I16, "bfloat16": I16},
 }
-
-
-def _reader(dtype: str) -> Any:
-    """Return ``read(address, index)``, which reads an element in HBM as float32 or int64."""
-    whole = not dtype.startswith(("float", "bfloat"))
-
-    @emitted(types.int64 if whole else types.float32, types.int64, types.int64)
-    def read(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
-        pointer = b.inttoptr(address, ir.PointerType(_TYPES[dtype], 1))
-        x = b.load(b.gep(pointer, [index]))
-        if dtype in ("bool", "uint8"):
-            return b.zext(x, I64)
-        if whole:
-            return x if dtype == "int64" else b.sext(x, I64)
-        if dtype in ("float16", "bfloat16"):
-            return ptx.unpack(b, dtype == "bfloat16", b.zext(x, I32))[0]
-        return b.fptrunc(x, F32) if dtype == "float64" else x
-
-    return read
-
-
-@emitted(None, types.int64, types.int64, types.float32)
-def _add(b: ir.IRBuilder, address: ir.Value, index: ir.Value, x: ir.Value) -> None:
-    """Add `x` to ``float32[index]`` in HBM, atomically."""
-    at = b.add(address, b.mul(index, ir.Constant(I64, 4)))
-    asm(b, "red.global.add.f32 [$0], $1;", "l,f", [at, x], effects=True)
-
-
-class _AtAddresses(Written):
-    """Writes statements in which captured array n has the address ``a.word_n``."""
-
-    def __init__(self, nodes: Any, arrays: Any, first: int) -> None:
-        super().__init__(nodes, arrays)
-        self.first = first
-
-    def read(self, node: Any) -> str:
-        """Return an expression that reads an element of a captured array."""
-        dtype, at = self.arrays[node.value].dtype, self.first + node.value
-        return f"read_{dtype}(a.word_{at}, I({self.offset(node)}))"
-
-    def lines(self, numbers: Any) -> list[str]:
-        """Return the statements of a function's body, one per line."""
-        return [f"    {line}" for line in self.statements(numbers)]
-
-
-_NAMES = {
-    **{"I": types.int64, "F": types.float32, "math": math, "cuda": cuda, "add": _add},
-    **{f"read_{dtype}": _reader(dtype) for dtype in _TYPES},
+#: Functions of CUDA's math library (libdevice), by operation.
+_LIBRARY = {
+    **{op: f"__nv_{op}f" for op in ("expm1", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf", "pow")},
+    **{op: f"__nv_{op}f" for op in ("floor", "ceil")},
+    **{"abs": "__nv_fabsf", "div": "__nv_fast_fdividef"},
+}
+_COMPARED = {"lt": "<", "le": "<=", "eq": "==", "ne": "!="}
+#: Methods of the LLVM builder, by operation.
+_ON_BITS = {
+    **{"and": "and_", "or": "or_", "bitand": "and_", "bitor": "or_", "bitxor": "xor"},
+    **{"shl": "shl", "shr": "ashr"},
 }
 
 
-def _device(text: str, **names: Any) -> Any:
-    """Compile a device function from its text, with numba-cuda's names for NumPy's types."""
-    known = {**_NAMES, **names}
-    text = text.replace("np.int64", "I").replace("np.", "math.")
-    exec(compile(text, "<a function for the tensor-core kernels>", "exec"), known)
-    return cuda.jit(device=True, inline="always")(known["made"])
+class _Values:
+    """Emits the values of a graph's nodes for the elements of a fragment, each distinct value once.
 
-
-def _keep(mask: Graph, first: int) -> Any:
-    text = _AtAddresses(mask.nodes, mask.arrays, first)
-    body = text.lines(range(len(mask.nodes)))
-    head = "def made(a, b, h, i, j):"
-    return _device("\n".join([head, *body, f"    return {_truth(text, mask)}"]))
-
-
-def _truth(text: _AtAddresses, mask: Graph) -> str:
-    name = text.name(mask.root)
-    return name if mask.nodes[mask.root].kind == BOOL else f"{name} != 0"
-
-
-def _score(score: Graph) -> Any:
-    text = _AtAddresses(score.nodes, score.arrays, 0)
-    body = text.lines(range(len(score.nodes)))
-    return _device("\n".join(["def made(a, s, b, h, i, j):", *body, _return(text, score.root)]))
-
-
-def _return(text: _AtAddresses, n: int | None) -> str:
-    return f"    return F({'0' if n is None else text.name(n)})"
-
-
-def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
-    """Return ``slope(a, s, dout, b, h, i, j)``, which computes the gradient of the score `s`.
-
-    ``slope`` also adds up gradients of the captured arrays `wanted`. The gradients' addresses
-    follow those of all `arrays` captured arrays.
+    `given` has the values of the graph's arguments: one of b and one of h, and for the others a
+    dict of values. `where` says for each element which of these values belong to it, by the
+    argument's name. `addresses` are those of the captured arrays. `inside` is as in `Generated`.
     """
-    made = adjoints(score, wanted)
-    text = _AtAddresses(made.nodes, made.arrays, 0)
-    lines = ["def made(a, s, dout, b, h, i, j):", *text.lines(made.numbers)]
-    order = [x.name for x in score.arrays if x.name in wanted]
-    for n, g in made.reads:
-        node = made.nodes[n]
-        word = arrays + order.index(made.arrays[node.value].name)
-        lines.append(f"    add(a.word_{word}, I({text.offset(node)}), {text.name(g)})")
-    return _device("\n".join([*lines, _return(text, made.score)]))
+
+    def __init__(
+        self,
+        b: ir.IRBuilder,
+        graph: Graph,
+        given: Mapping[str, Mapping[int, ir.Value]],
+        where: list[dict[str, int]],
+        addresses: Values,
+        inside: Collection[tuple[int, int]],
+        *,
+        fast_tanh: bool,
+    ) -> None:
+        self.b, self.nodes, self.arrays = b, graph.nodes, graph.arrays
+        self.given, self.where, self.addresses = given, where, addresses
+        self.fast_tanh, self._in_range = fast_tanh, inside
+        self._positive = never_negative(graph.nodes)
+        self._depends = [sorted(names) for names in graph.depends]
+        self._known: dict[tuple[int, ...], ir.Value] = {}
+        self._needed: dict[int, list[int]] = {}
+
+    def key(self, n: int, e: int) -> tuple[int, ...]:
+        """Return what node n's value for element e depends on; equal keys mean equal values."""
+        return n, *(self.where[e].get(name, 0) for name in self._depends[n])
+
+    def value(self, n: int, e: int) -> ir.Value:
+        """Return the value of node n for element e."""
+        if n not in self._needed:
+            self._needed[n] = needed(self.nodes, [n])
+        for node in self._needed[n]:  # in order, so that arguments are known
+            key = self.key(node, e)
+            if key not in self._known:
+                self._known[key] = self._emit(self.nodes[node], e)
+        return self._known[self.key(n, e)]
+
+    def _emit(self, node: Node, e: int) -> ir.Value:
+        b, op = self.b, node.op
+        args = [self._known[self.key(a, e)] for a in node.args]
+        if op == "arg":
+            return self.given[node.value][self.where[e].get(node.value, 0)]
+        if op == "const":
+            kind = {BOOL: ir.IntType(1), INT: I32, FLOAT: F32}[node.kind]
+            return ir.Constant(kind, node.value)
+        if op == "load":
+            address = self.addresses[node.value]
+            return _element(b, address, self.offset(node, e), self.arrays[node.value].dtype)
+        if op == "where":
+            return b.select(*args)
+        if op == "not":
+            return b.not_(args[0])
+        if op in _ON_BITS:
+            return getattr(b, _ON_BITS[op])(*args)
+        of = self.nodes[node.args[0]].kind
+        if op == "cast":
+            return _converted(b, args[0], of, node.kind)
+        if op in _COMPARED:
+            if of != FLOAT:
+                compare = b.icmp_signed if of == INT else b.icmp_unsigned
+            else:  # NaN differs from everything
+                compare = b.fcmp_unordered if op == "ne" else b.fcmp_ordered
+            return compare(_COMPARED[op], *args)
+        if op == "div" and self.nodes[node.args[1]].op == "const":
+            by = self.nodes[node.args[1]].value
+            if by and math.isfinite(by):
+                return b.fmul(args[0], f32(1 / by))
+        return self._float(op, *args) if node.kind == FLOAT else self._integer(node, *args)
+
+    def _float(self, op: str, x: ir.Value, *more: ir.Value) -> ir.Value:
+        b = self.b
+        if op in ("add", "sub", "mul"):
+            return getattr(b, f"f{op}")(x, *more)
+        if op == "neg":
+            return b.fsub(f32(-0.0), x)
+        if op in ("min", "max"):
+            first = b.fcmp_ordered("<=" if op == "min" else ">=", x, *more)
+            return b.select(first, x, *more)
+        if op in ("exp", "exp2"):
+            return ptx.exp2(b, b.fmul(x, f32(LOG2E)) if op == "exp" else x)
+        if op in ("log", "log2"):
+            power = ptx.log2(b, x)
+            return b.fmul(power, f32(1 / LOG2E)) if op == "log" else power
+        if op == "tanh":
+            if self.fast_tanh:
+                return asm(b, "tanh.approx.f32 $0, $1;", "=f,f", [x], F32)
+            return _library(b, "__nv_tanhf", x)
+        if op == "sigmoid":
+            half = f32(0.5)
+            return b.fadd(b.fmul(half, self._float("tanh", b.fmul(half, x))), half)
+        if op in ("floordiv", "mod"):
+            quotient = self._float("floor", b.fdiv(x, *more))
+            return quotient if op == "floordiv" else b.fsub(x, b.fmul(quotient, *more))
+        return _library(b, _LIBRARY[op], x, *more)
+
+    def _integer(self, node: Node, x: ir.Value, *more: ir.Value) -> ir.Value:
+        b, op = self.b, node.op
+        if op in ("add", "sub", "mul"):
+            return getattr(b, op)(x, *more)
+        if op == "neg":
+            return b.neg(x)
+        if op == "abs":
+            return b.select(b.icmp_signed("<", x, i32(0)), b.neg(x), x)
+        if op in ("min", "max"):
+            return b.select(b.icmp_signed("<" if op == "min" else ">", x, *more), x, *more)
+        (y,), by = more, self.nodes[node.args[1]]
+        if by.op == "const" and by.value > 0:
+            if by.value & (by.value - 1) == 0:  # an arithmetic shift rounds down, as Python does
+                if op == "mod":
+                    return b.and_(x, i32(by.value - 1))
+                return b.ashr(x, i32(by.value.bit_length() - 1))
+            if self._positive[node.args[0]]:
+                return b.urem(x, y) if op == "mod" else b.udiv(x, y)
+        y = b.select(b.icmp_signed("==", y, i32(0)), i32(1), y)
+        quotient, rest = b.sdiv(x, y), b.srem(x, y)
+        apart = b.icmp_signed("<", b.xor(rest, y), i32(0))
+        low = b.and_(b.icmp_signed("!=", rest, i32(0)), apart)
+        if op == "mod":
+            return b.add(rest, b.select(low, y, i32(0)))
+        return b.sub(quotient, b.zext(low, I32))
+
+    def offset(self, node: Node, e: int) -> ir.Value:
+        """Return the index, in its array in memory, of the element that a load reads."""
+        b, spec = self.b, self.arrays[node.value]
+        kind, at = I32 if math.prod(spec.shape) < 2**31 else I64, None
+        for size, a in zip(spec.shape, node.args, strict=True):
+            i = self._inside(a, self._known[self.key(a, e)], size)
+            i = b.sext(i, I64) if kind == I64 else i
+            at = i if at is None else b.add(b.mul(at, ir.Constant(kind, size)), i)
+        at = ir.Constant(kind, 0) if at is None else at
+        return at if kind == I64 else b.zext(at, I64)
+
+    def _inside(self, n: int, i: ir.Value, size: int) -> ir.Value:
+        """Return node n's value `i` as an index of an axis; see `Graph.evaluate`."""
+        b = self.b
+        if (n, size) in self._in_range:
+            return i
+        if not self._positive[n]:
+            i = b.add(i, b.select(b.icmp_signed("<", i, i32(0)), i32(size), i32(0)))
+            i = b.select(b.icmp_signed(">", i, i32(0)), i, i32(0))
+        return b.select(b.icmp_signed("<", i, i32(size - 1)), i, i32(size - 1))
 
 
-def _tuple(values: list[str]) -> str:
-    """Return Python text that assigns `values` to variables and returns them as a tuple."""
-    names = [f"x{n}" for n in range(len(values))]
-    lines = [f"    {name} = {value}\n" for name, value in zip(names, values, strict=True)]
-    return "".join(lines) + f"    return ({', '.join(names)},)\n"
+def _sum_in_first_lane(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Return the sum over the warp's lanes in lane 0, and 0 in the others."""
+    for mask in (1, 2, 4, 8, 16):
+        x = b.fadd(x, ptx.shuffle_xor(b, x, mask))
+    return b.select(b.icmp_unsigned("==", lane_of(b), i32(0)), x, f32(0.0))
+
+
+def _library(b: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(F32, [F32] * len(args))
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), args)
+
+
+def _converted(b: ir.IRBuilder, x: ir.Value, of: str, to: str) -> ir.Value:
+    if to == FLOAT:
+        return b.uitofp(x, F32) if of == BOOL else b.sitofp(x, F32) if of == INT else x
+    return b.zext(x, I32) if of == BOOL else b.fptosi(x, I32) if of == FLOAT else x
+
+
+def _element(b: ir.IRBuilder, address: ir.Value, index: ir.Value, dtype: str) -> ir.Value:
+    """Return an element of an array in HBM as a boolean, a 32-bit integer or a float32."""
+    pointer = b.inttoptr(address, ir.PointerType(_TYPES[dtype], 1))
+    x = b.load(b.gep(pointer, [index]))
+    if dtype == "bool":
+        return b.icmp_unsigned("!=", x, ir.Constant(x.type, 0))
+    if dtype in ("float16", "bfloat16"):
+        return ptx.unpack(b, dtype == "bfloat16", b.zext(x, I32))[0]
+    if dtype == "float64":
+        return b.fptrunc(x, F32)
+    if dtype == "uint8":
+        return b.zext(x, I32)
+    if dtype in ("float32", "int32"):
+        return x
+    return b.trunc(x, I32) if dtype == "int64" else b.sext(x, I32)
+
+
+class _Fragment:
+    """A fragment of 16 `blocks` rows and `n` columns; rows are queries if `by_row`, else keys."""
+
+    def __init__(self, kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> None:
+        of, self.by_row, self.count = kernel.functions, by_row, blocks * n // 2
+        constants = dict(kernel.constants)
+        self.bf16, self.softcap = bool(constants["FS_BF16"]), bool(constants["FS_SOFTCAP"])
+        self.mask, self.score = (None, None) if of is None else of.graphs
+        #: Whether a function reads captured arrays by query or key, so only at existing ones.
+        self.reads = of is not None and of.reads
+        self.in_mask, self.in_score = ((), ()) if of is None else of.inside
+        arrays: tuple[ArraySpec, ...] = () if self.score is None else self.score.arrays
+        self.of_score = len(arrays)
+        self.arrays = self.of_score + (0 if self.mask is None else len(self.mask.arrays))
+        #: The captured arrays with gradients, by name: the numbers of the gradients' addresses.
+        found = [x.name for x in arrays if of is not None and x.name in of.wanted]
+        self.sums = {name: self.arrays + x for x, name in enumerate(found)}
+        #: The position of each element, relative to the lane's first one.
+        self.where: list[dict[str, int]] = []
+        for e, i, c, x in elements(blocks, n):
+            row, column = 16 * i + x // 2 * 8, 8 * c + x % 2
+            q, k = (row, column) if by_row else (column, row)
+            self.where.append({"q": q, "k": k, SCORE: e, DOUT: e})
+
+    def values(
+        self, b: ir.IRBuilder, graph: Graph, a: ir.Value, place: Values, **more: Values
+    ) -> _Values:
+        """Return the values of the graph of the mask function, or of one of a score function.
+
+        `a` is the kernel's arguments. `place` has the batch entry, the head, the warp's first query
+        and key, and the last existing query and key. `more` has a fragment per argument of a score.
+        """
+        batch, head, query, key, last_query, last_key = place
+        lane = lane_of(b)
+        down, across = b.lshr(lane, i32(2)), b.shl(b.and_(lane, i32(3)), i32(1))
+        q, k = (down, across) if self.by_row else (across, down)
+        starts = {"q": (b.add(query, q), last_query), "k": (b.add(key, k), last_key)}
+        given = {"b": {0: batch}, "h": {0: head}}
+        given |= {name: dict(enumerate(fragment)) for name, fragment in more.items()}
+        for name, (start, last) in starts.items():
+            given[name] = {}
+            for step in sorted({at[name] for at in self.where}):
+                i = b.add(start, i32(step))
+                inside = b.select(b.icmp_signed("<", i, last), i, last) if self.reads else i
+                given[name][step] = inside
+        first, inside = (0, self.in_score) if more else (self.of_score, self.in_mask)
+        addresses = [argument(b, a, f"word_{first + x}") for x in range(len(graph.arrays))]
+        made = b, graph, given, self.where, addresses, inside
+        return _Values(*made, fast_tanh=self.bf16)
+
+    def keep(self, b: ir.IRBuilder, a: ir.Value, place: Values) -> Values:
+        """Return whether the mask function keeps each element's score."""
+        assert self.mask is not None
+        values = self.values(b, self.mask, a, place)
+        kept = [values.value(self.mask.root, e) for e in range(self.count)]
+        if self.mask.nodes[self.mask.root].kind == INT:
+            kept = [b.icmp_signed("!=", x, i32(0)) for x in kept]
+        return kept
+
+    def apply_score(self, b: ir.IRBuilder, a: ir.Value, s: Values, place: Values) -> Values:
+        """Return the score function's results."""
+        assert self.score is not None
+        values = self.values(b, self.score, a, place, score=s)
+        return [values.value(self.score.root, e) for e in range(self.count)]
+
+    def slope(
+        self,
+        b: ir.IRBuilder,
+        a: ir.Value,
+        s: Values,
+        ds: Values,
+        place: Values,
+        sums: Mapping[str, int],
+    ) -> Values:
+        """Return the gradients of scores `s` from those of the score function's results, `ds`.
+
+        Also add up the gradients of the captured arrays `sums`. Where an element of `ds` is 0, so
+        are its gradients, even if the function's slope there is infinite. The gradients of one
+        captured element are first added up in the lane, and those of an element that all scores of
+        the head share, in the warp.
+        """
+        assert self.score is not None
+        made = adjoints(self.score, tuple(sums))
+        graph = Graph(made.nodes, made.root, made.arrays)
+        values = self.values(b, graph, a, place, score=s, dout=ds)
+        zero, inverse = f32(0.0), None
+        if self.softcap:
+            inverse = ptx.reciprocal(b, argument(b, a, "softcap"))
+        keys = {n: [values.key(n, e) for e in range(self.count)] for n, _ in made.reads}
+        totals: dict[tuple[int, ...], ir.Value] = {}
+        found = []
+        for e in range(self.count):
+            alive = b.fcmp_unordered("!=", ds[e], zero)
+            for n, gradient in made.reads:
+                values.value(n, e)  # and its index
+                x, key = b.select(alive, values.value(gradient, e), zero), keys[n][e]
+                totals[key] = b.fadd(totals[key], x) if key in totals else x
+                if key in keys[n][e + 1 :]:
+                    continue
+                total, node = totals[key], graph.nodes[n]
+                if len(set(keys[n])) == 1:
+                    total = _sum_in_first_lane(b, total)
+                to = argument(b, a, f"word_{sums[graph.arrays[node.value].name]}")
+                at = b.mul(values.offset(node, e), ir.Constant(I64, 4))
+                ptx.add_float_unless_zero(b, b.add(to, at), total)
+            x = zero if made.score is None else values.value(made.score, e)
+            if inverse is not None:  # the slope of c tanh(x / c) is 1 - tanh^2
+                t = b.fmul(s[e], inverse)
+                x = b.fmul(x, b.fsub(f32(1.0), b.fmul(t, t)))
+            found.append(b.select(alive, x, zero))
+        return found
 
 
 def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> SimpleNamespace:
@@ -140,9 +360,10 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     The fragment has 16 `blocks` rows and `n` columns. Rows are queries if `by_row` is true, and
     keys if not. All functions take the kernel's arguments `a`, batch entry b, head h, and
     fragments. All functions also take the warp's first query and key, and the last existing query
-    and key. Positions past the last query or key are replaced by the last one.
+    and key. If the functions read arrays, positions past the last query or key are replaced by the
+    last one.
 
-    The result has the attributes ``has_mask``, ``has_score`` and ``varlen``, and these functions:
+    The result has the attributes ``has_mask`` and ``has_score``, and these functions:
 
     - ``mask(a, b, h, s, ...) -> s`` sets masked scores to -inf.
     - ``keep(a, b, h, p, ...) -> p`` sets masked elements of p to 0.
@@ -151,54 +372,110 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     - ``slope(a, b, h, s, ds, ...) -> ds`` returns the gradient of the score function's input s, and
       adds up captured arrays' gradients. ``slope_alone`` does not add up captured arrays'
       gradients.
+    - ``probabilities(a, b, h, s, lse, ...) -> p`` applies the score function and returns P, rounded
+      to 16 bits, as a left operand. `lse` is the negative log-sum-exp, in base 2, of each column.
+      ``masked_probabilities`` also applies all masks. Its last argument is the mask's offset
+      (`softmax.mask_rows`), for positions that start at 0 in each sequence.
     """
-    of = kernel.functions
-    mask, score = (None, None) if of is None else of.graphs
-    found = SimpleNamespace(has_mask=mask is not None, has_score=score is not None)
-    found.starts = 0 if of is None else of.captured_bytes // 8
-    found.varlen = bool(dict(kernel.constants).get("FS_VARLEN")) and of is not None
-    for name in ("mask", "keep", "score", "alive", "slope", "slope_alone"):
+    f = _Fragment(kernel, blocks, n, by_row=by_row)
+    found = SimpleNamespace(has_mask=f.mask is not None, has_score=f.score is not None)
+    names = "mask", "keep", "score", "alive", "slope", "slope_alone"
+    for name in (*names, "probabilities", "masked_probabilities"):
         setattr(found, name, None)
-    places = []
-    for _, i, c, x in elements(blocks, n):
-        row, column = 16 * i + x // 2 * 8, 8 * c + x % 2
-        q, k = (row, column) if by_row else (column, row)
-        places.append(f"b, h, min(i0 + {q}, last_query), min(j0 + {k}, last_key)")
-    across, down = "lane % 4 * 2", "lane // 4"
-    q, k = (down, across) if by_row else (across, down)
+    args, kind, place = ArgsType(kernel.args.itemsize), floats(f.count), [int32] * 4
 
-    def over(fragments: str, element: str, **names: Any) -> Any:
-        """Return a function that applies the generated code of one element to a fragment."""
-        values = [element.format(n=n, at=at) for n, at in enumerate(places)]
-        text = f"def made(a, b, h, {fragments}, query, key, last_query, last_key):\n"
-        text += "    lane = I(cuda.threadIdx.x) % 32\n"
-        text += f"    i0, j0 = query + {q}, key + {k}\n"
-        return _device(text + _tuple(values), **names)
+    def masking(value: float) -> Any:
+        @emitted(kind, args, int32, int32, kind, *place)
+        def masked(b: ir.IRBuilder, a: ir.Value, *rest: Any) -> Values:
+            batch, head, s, *at = rest
+            kept = f.keep(b, a, [batch, head, *at])
+            return [b.select(k, x, f32(value)) for k, x in zip(kept, s, strict=True)]
 
-    if mask is not None:
-        one = _keep(mask, 0 if score is None else len(score.arrays))
-        found.mask = over("s", "s[{n}] if keep(a, {at}) else F(-math.inf)", keep=one)
-        found.keep = over("s", "s[{n}] if keep(a, {at}) else F(0)", keep=one)
-    if score is not None:
-        arrays = len(score.arrays) + (0 if mask is None else len(mask.arrays))
-        found.score = over("s", "score(a, s[{n}], {at})", score=_score(score))
-        alive = [f"p[{n}] if t[{n}] > -math.inf else F(0)" for n in range(len(places))]
-        found.alive = _device("def made(t, p):\n" + _tuple(alive))
-        element = "(slope(a, s[{n}], ds[{n}], {at}){cap} if ds[{n}] != F(0) else F(0))"
-        capped = " * (F(1) - (s[{n}] / a.softcap) * (s[{n}] / a.softcap))"
-        cap = capped if dict(kernel.constants)["FS_SOFTCAP"] else ""
-        for name, wanted in (("slope", of.wanted if of else ()), ("slope_alone", ())):
-            one = _slope(score, wanted, arrays)
-            setattr(found, name, over("s, ds", element.replace("{cap}", cap), slope=one))
+        return masked
+
+    def sloping(sums: Mapping[str, int]) -> Any:
+        @emitted(kind, args, int32, int32, kind, kind, *place)
+        def slope(b: ir.IRBuilder, a: ir.Value, *rest: Any) -> Values:
+            batch, head, s, ds, *at = rest
+            return f.slope(b, a, s, ds, [batch, head, *at], sums)
+
+        return slope
+
+    if f.mask is not None:
+        found.mask, found.keep = masking(NEG_INF), masking(0.0)
+    if f.score is not None:
+        found.slope, found.slope_alone = sloping(f.sums), sloping({})
+
+        @emitted(kind, args, int32, int32, kind, *place)
+        def score(b: ir.IRBuilder, a: ir.Value, *rest: Any) -> Values:
+            batch, head, s, *at = rest
+            return f.apply_score(b, a, s, [batch, head, *at])
+
+        @emitted(kind, kind, kind)
+        def alive(b: ir.IRBuilder, t: Values, p: Values) -> Values:
+            some = (b.fcmp_ordered(">", x, f32(NEG_INF)) for x in t)
+            return [b.select(x, y, f32(0.0)) for x, y in zip(some, p, strict=True)]
+
+        found.score, found.alive = score, alive
+    if f.score is not None and not by_row and blocks == 1:
+        found.probabilities = _probabilities(f, kernel, n, masked=False)
+        found.masked_probabilities = _probabilities(f, kernel, n, masked=True)
     return found
 
 
-def first_rows_of(word: int) -> Any:
+def _probabilities(f: _Fragment, kernel: Kernel, n: int, *, masked: bool) -> Any:
+    """Return ``probabilities`` or ``masked_probabilities``; see `fragment_functions`."""
+    constants, kind = dict(kernel.constants), floats(f.count)
+    left, right = bool(constants["FS_LEFT"]), bool(constants["FS_RIGHT"])
+    cut = mask_probabilities(1, n, False, left, right).__wrapped__
+    args, place = ArgsType(kernel.args.itemsize), [int32] * (5 if masked else 4)
+
+    @emitted(words(n // 4), args, int32, int32, kind, floats(n // 4), *place)
+    def probabilities(b: ir.IRBuilder, a: ir.Value, *rest: Any) -> Values:
+        batch, head, s, lse, query, key, last_query, last_key, *offset = rest
+        at = [batch, head, query, key, last_query, last_key]
+        p = []
+        for e, x in enumerate(f.apply_score(b, a, s, at)):
+            p.append(ptx.exp2(b, b.fma(x, f32(LOG2E), lse[e // 4 * 2 + e % 2])))
+        if masked:
+            limits = argument(b, a, "left"), argument(b, a, "right")
+            p = cut(b, p, query, key, *offset, b.add(last_key, i32(1)), *limits)
+            if f.mask is not None:
+                kept = f.keep(b, a, at)
+                p = [b.select(k, x, f32(0.0)) for k, x in zip(kept, p, strict=True)]
+        return [ptx.pack(b, f.bf16, p[x], p[x + 1]) for x in range(0, len(p), 2)]
+
+    return probabilities
+
+
+def sink_of(kernel: Kernel) -> Any:
+    """Return ``sink(a, head)``, which loads a head's attention sink (0 if there are no sinks)."""
+    name = f"word_{(kernel.args.itemsize - launch.ARGS.itemsize) // 8 - 1}"
+
+    @emitted(types.float32, ArgsType(kernel.args.itemsize), int32)
+    def sink(b: ir.IRBuilder, a: ir.Value, head: ir.Value) -> ir.Value:
+        if not kernel.sinks:
+            return f32(0.0)
+        return _element(b, argument(b, a, name), b.zext(head, I64), "float32")
+
+    return sink
+
+
+def first_rows_of(kernel: Kernel) -> Any:
     """Return ``first_rows(a, outer)``, the first query and key of an outer tile's packed sequence.
 
-    The 64-bit number `word` after `launch.ARGS` is the address of a table with this pair for each
-    tile.
+    They are 0 if the kernel has no functions, or the sequences are not packed.
     """
-    text = f"def made(a, outer):\n    at = a.word_{word}\n"
-    text += "    return read(at, I32(2 * outer)), read(at, I32(2 * outer + 1))\n"
-    return _device(text, read=read_int, I32=types.int32)
+    of = kernel.functions
+    packed = of is not None and bool(dict(kernel.constants)["FS_VARLEN"])
+    name = f"word_{of.captured_bytes // 8}" if of is not None and packed else ""
+
+    @emitted([int32, int32], ArgsType(kernel.args.itemsize), int32)
+    def first_rows(b: ir.IRBuilder, a: ir.Value, outer: ir.Value) -> Values:
+        if not packed:
+            return [i32(0), i32(0)]
+        pointer = b.inttoptr(argument(b, a, name), ir.PointerType(I32, 1))
+        at = b.shl(outer, i32(1))
+        return [b.load(b.gep(pointer, [b.sext(b.add(at, i32(x)), I64)])) for x in range(2)]
+
+    return first_rows

@@ -1,7 +1,5 @@
 """Numba intrinsics for the gradients of scores, on fragments in the layout of `mma_tiles`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

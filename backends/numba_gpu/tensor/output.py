@@ -1,7 +1,5 @@
 """Numba intrinsics that store accumulators through shared memory, or add them to HBM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

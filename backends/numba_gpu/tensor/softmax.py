@@ -1,7 +1,5 @@
 """Numba intrinsics for the online softmax, on score fragments in the layout of `mma_tiles`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir
@@ -240,3 +238,30 @@ def finish_rows(blocks: int) -> Any:
         return [inverse, lse]
 
     return finish_rows_
+
+
+def finish_rows_with_sink(blocks: int) -> Any:
+    """Return ``finish(m, l, to_natural, sink) -> 1 / l, lse``: `finish_rows` with one more score.
+
+    The score `sink` has no value: it adds to the row sum alone. For a row that sees no key, the
+    results are 0 and `sink`.
+    """
+    kind, sums = floats(2 * blocks), finish_rows(blocks).__wrapped__
+
+    @emitted([kind, kind], kind, kind, types.float32, types.float32)
+    def finish(
+        b: ir.IRBuilder, m: Values, l: Values, to_natural: ir.Value, sink: ir.Value
+    ) -> list[Values]:
+        inverse, lse = sums(b, m, l, to_natural)
+        for row, of_keys in enumerate(lse):
+            empty = b.fcmp_ordered("==", of_keys, f32(NEG_INF))
+            top = ptx.maximum(b, of_keys, sink)
+            parts = [ptx.exp2(b, b.fmul(b.fsub(x, top), f32(LOG2E))) for x in (of_keys, sink)]
+            total = b.fadd(*parts)
+            share = b.fmul(parts[0], ptx.reciprocal(b, total))
+            inverse[row] = b.select(empty, f32(0.0), b.fmul(inverse[row], share))
+            natural = b.fmul(ptx.log2(b, total), f32(1 / LOG2E))
+            lse[row] = b.select(empty, sink, b.fadd(top, natural))
+        return [inverse, lse]
+
+    return finish

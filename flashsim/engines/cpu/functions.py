@@ -3,8 +3,6 @@
 A kernel calls the score function through a pointer, so a new function needs no new kernel.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, types
+from numba.core import cgutils
 
 from flashsim.engines.cpu.primitives.borrowed_args import intrinsic
 from flashsim.functions.emit_numba import PANEL, numba_source
@@ -93,31 +92,14 @@ def as_pointer(context, address, kind):
 
 
 @intrinsic
-def call_panel(
-    context,
-    address,
-    S,
-    s0,
-    raw,
-    raw0,
-    ld,
-    rows,
-    lanes,
-    q,
-    q_row,
-    q_lane,
-    k,
-    k_row,
-    k_lane,
-    b,
-    h,
-    table,
-):
-    """Call the function at `address` on S; the inputs are in `raw`, from element `raw0` on."""
-    numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
+def call_panel(context, address, S, s0, raw, raw0, numbers, table):
+    """Call the function at `address` on S; the inputs are in `raw`, from element `raw0` on.
+
+    `numbers` are the arguments that `emit_numba.PANEL` names.
+    """
 
     def codegen(context, builder, signature, args):
-        at, of_s, start, of_raw, raw_start, *sizes, of_table = args
+        at, of_s, start, of_raw, raw_start, sizes, of_table = args
         data = [
             builder.gep(context.make_array(kind)(context, builder, array).data, [first])
             for kind, array, first in (
@@ -126,10 +108,11 @@ def call_panel(
             )
         ]
         addresses = context.make_array(signature.args[-1])(context, builder, of_table).data
-        values = [*data, *sizes, addresses]
+        values = [*data, *cgutils.unpack_tuple(builder, sizes), addresses]
         function = ir.FunctionType(ir.VoidType(), [x.type for x in values])
         builder.call(builder.inttoptr(at, function.as_pointer()), values)
         return context.get_dummy_value()
 
-    sizes = (types.int64 for _ in numbers)
-    return types.void(types.int64, S, types.int64, raw, types.int64, *sizes, table), codegen
+    whole = types.int64
+    sizes = types.UniTuple(whole, len(PANEL))
+    return types.void(whole, S, whole, raw, whole, sizes, table), codegen

@@ -1,7 +1,5 @@
 """Chooses the micro-kernel, the number of threads and the tiling of a pass."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

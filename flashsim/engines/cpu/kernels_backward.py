@@ -1,7 +1,5 @@
 """The CPU engine's backward kernels, similar to the forward kernel in `kernels_forward.py`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles

@@ -7,8 +7,6 @@ head's last part merges the parts. The number of parts depends only on the shape
 depend on the number of threads.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

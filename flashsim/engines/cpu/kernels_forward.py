@@ -6,8 +6,6 @@ tiles are visited, in which order, and with which masks. For a trace, a kernel w
 visited tile's size, and the module `notes` builds the trace.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles

@@ -1,7 +1,5 @@
 """Builds a trace from a kernel's notes, the sizes of the tiles that it visited."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.counts.traffic import strip_rows

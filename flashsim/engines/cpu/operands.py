@@ -9,8 +9,6 @@ each row of the result and each term. A right operand holds one row for each ter
 or pair per lane.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

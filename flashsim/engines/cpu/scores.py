@@ -4,8 +4,6 @@ The lanes of a panel are either queries or keys. A start and two strides (per ro
 each score's index in the bias, index in the mask's bits, and distance from the diagonal.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -182,19 +180,12 @@ def call_function(rules, which, S, raw, s0, ld, first, last, lanes, position):
     """Call the score function, or one of its derivatives, on rows first .. last - 1 of a panel."""
     by_row = position.rel_row > 0  # rows are keys
     q_row, k_row = (0, 1) if by_row else (1, 0)
-    x0 = s0 + first * ld
-    call_panel(
-        *(rules.calls[which], S, x0, raw, x0, ld, last - first, lanes),
-        *(
-            position.q + first * q_row,
-            q_row,
-            1 - q_row,
-            position.k + first * k_row,
-            k_row,
-            1 - k_row,
-        ),
-        *(position.b, position.h, rules.captured),
+    q, k, x0 = position.q + first * q_row, position.k + first * k_row, s0 + first * ld
+    numbers = (
+        *(ld, last - first, lanes, q, q_row, 1 - q_row, k, k_row, 1 - k_row),
+        *(position.b, position.h),
     )
+    call_panel(rules.calls[which], S, x0, raw, x0, numbers, rules.captured)
 
 
 @part

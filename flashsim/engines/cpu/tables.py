@@ -1,7 +1,5 @@
 """The named tuples of sizes, tile tables and arrays that compiled kernels receive."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ kernel has already ended (docs/notebooks/cpu.md). So a caller first restricts sl
 other CPUs. A woken thread may use all CPUs again, so that Linux can move it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -1,7 +1,5 @@
 """Compiles the CPU engine's kernels once per machine, and runs each kernel on several threads."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import os

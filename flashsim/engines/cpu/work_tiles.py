@@ -1,7 +1,5 @@
 """Divides a stage into work tiles: runs of neighbouring outer tiles for a set of heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any

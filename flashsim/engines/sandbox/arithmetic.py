@@ -1,7 +1,5 @@
 """The arithmetic that users can apply to tiles, and the FLOPs of each operation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

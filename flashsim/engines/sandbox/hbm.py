@@ -1,7 +1,5 @@
 """The simulated HBM of a user's algorithm: tensor handles, and a record of stored parts."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NoReturn
 

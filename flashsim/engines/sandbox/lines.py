@@ -1,7 +1,5 @@
 """Finds the line of the user's algorithm that is running, for error messages."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from contextvars import ContextVar

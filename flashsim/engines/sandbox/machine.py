@@ -1,7 +1,5 @@
 """`OpenMachine`: the argument that `flashsim.simulate` passes to the user's function."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

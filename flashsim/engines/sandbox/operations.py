@@ -1,7 +1,5 @@
 """The operations on tiles in simulated SRAM: elementwise, products, reductions, `np.where`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import EllipsisType

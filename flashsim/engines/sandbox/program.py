@@ -5,8 +5,6 @@ instructions. `record` returns the instructions as text. `replay` performs the i
 another machine, which checks them as if the algorithm itself ran.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@
 student's code cannot find or change them.
 """
 
-from __future__ import annotations
-
 import json
 import linecache
 import os

@@ -1,7 +1,5 @@
 """On-chip memory that a tile and its views share, and the lifetime of temporaries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

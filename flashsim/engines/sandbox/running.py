@@ -1,7 +1,5 @@
 """Runs a user's algorithm on a machine: sets up tensors, explains errors, checks the results."""
 
-from __future__ import annotations
-
 import inspect
 import linecache
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """The scopes of a stage (steps, visits and strips); the end of a scope frees its tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

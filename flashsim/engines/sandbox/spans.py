@@ -1,7 +1,5 @@
 """Converts a user's slices of rows and columns to tiles of a stage's grid."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

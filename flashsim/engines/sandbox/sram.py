@@ -1,7 +1,5 @@
 """The simulated SRAM of a user's algorithm: scopes, memory, transfers, and operation costs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

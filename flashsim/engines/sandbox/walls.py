@@ -6,8 +6,6 @@ network access. A process can undo neither Landlock nor seccomp. A process that 
 writes caches calls only `limit`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

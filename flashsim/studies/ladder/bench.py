@@ -3,8 +3,6 @@
 The outer loop runs over row tiles of the score matrix, the inner loop over all tiles of a row.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Algorithms that show which HBM transfers are saved if softmax and products share one kernel."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.studies.ladder import softmax

@@ -4,8 +4,6 @@ Names and pass counts follow Milakov and Gimelshein, "Online normalizer calculat
 arXiv:1805.02867. A pass count is how often each element is transferred between HBM and SRAM.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.studies.ladder.bench import Bench

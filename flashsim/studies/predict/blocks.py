@@ -1,7 +1,5 @@
 """Simulates on which SM each thread block of a launch runs, and when the block starts and ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flashsim.backends.launch_policy import cost_model

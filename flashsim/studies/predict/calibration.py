@@ -32,6 +32,9 @@ class Constants(NamedTuple):
         Share of the tensor cores' time at the data sheet's peak.
     scores, masked : float
         Instructions per score on the CUDA cores, and additional ones in partly masked tiles.
+    loads : float
+        Additional instructions per score if a Hopper kernel for dK and dV loads the log-sum-exp and
+        delta of rows. In bfloat16 up to head_dim 128, products add them instead.
     shared : float
         Share of shared memory's time.
     pieces : float
@@ -55,6 +58,7 @@ class Constants(NamedTuple):
     tensor: float = 0.0
     scores: float = 0.0
     masked: float = 0.0
+    loads: float = 0.0
     shared: float = 0.0
     pieces: float = 0.0
     reduced: float = 0.0
@@ -135,6 +139,9 @@ HBM_SHARE, LAUNCH = 0.85, 3e-6
 #: The share of L2 whose data is certainly still in L2 when it is read again (docs/notebooks/l2.md,
 #: the probe).
 L2_KEEPS = 2 / 3
+#: The bytes of a kernel, divided by L2's size, from which on L2 keeps nothing of the previous
+#: kernel or call. Of 1, 1.25, 1.5 and 2, it fits an H100 best.
+L2_FULL = 1.0
 #: The exponent p that combines the time t of tiles and the time h of HBM's bytes: the result is
 #: (t^p + h^p)^(1/p). With p = 1 they would not overlap; with p = infinity they would overlap
 #: completely. `AGAIN` is for kernels that read bytes from HBM again, chosen by looking at six

@@ -4,8 +4,6 @@ The constants in `calibration` are shares of the rates in an H200's data sheet. 
 is the H200's rate times the ratio of the two chips' measured rates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

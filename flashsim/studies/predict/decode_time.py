@@ -6,8 +6,6 @@ them in the portable forward kernel. HBM's bandwidth limits all blocks together.
 the last block of each sequence, or a cluster on chip, merges the results.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

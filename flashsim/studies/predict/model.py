@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -37,6 +38,7 @@ from flashsim.studies.predict.calibration import (
     FORWARD,
     FORWARD_SHARE,
     HBM_SHARE,
+    L2_FULL,
     L2_KEEPS,
     POWER_AFTER,
     STREAMED,
@@ -387,9 +389,7 @@ def stage_seconds(
     in_cpp = forward and one.kernel.file.endswith(".cu")
     share = FORWARD_SHARE if in_cpp else HBM_SHARE
     hbm, again = (x / (device.hbm_bandwidth * share) for x in (once, again))
-    if once <= L2_KEEPS * device.l2_bytes:  # L2 still has data of the previous kernel or call
-        hbm = 0.0
-    hbm += again
+    hbm = hbm * _beyond_l2(once / device.l2_bytes) + again
     if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
         power = FORWARD if forward else AGAIN
         waves = -(-grid[0] * len(work.visits) // (places * work.blocks))
@@ -399,6 +399,14 @@ def stage_seconds(
         seconds = max(last, hbm)
     seconds += c.throttle * max(0.0, seconds - POWER_AFTER)  # the clock falls after this time
     return seconds + c.launch, last, mean, hbm
+
+
+def _beyond_l2(size: float) -> float:
+    """Return the share of a kernel's bytes that HBM moves; `size` is the bytes divided by L2's.
+
+    L2 still has the rest from the previous kernel or call.
+    """
+    return min(1.0, max(0.0, (size - L2_KEEPS) / (L2_FULL - L2_KEEPS)))
 
 
 def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
@@ -441,7 +449,8 @@ def _blocks(
     shared, waiting = durations(work, c)
     if blocks > 1:
         width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-        waiting = waiting + 1e-6 * cost_model.ADDING_UP[width]
+        # `ADDING_UP` is the mean over cluster sizes; each doubling adds as much time.
+        waiting = waiting + 1e-6 * cost_model.ADDING_UP[width] * math.log2(blocks) / 2
     places = int(traffic.device.sm_count * cost_model.CLUSTERS[blocks])
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
@@ -479,17 +488,16 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
         if name == "fused" and width > 192:
             return "fused, widest"  # shared memory has no space for the dQ to be stored
         return f"{name}, roles" if one.kernel.name.endswith("_roles") else f"{name}, wide"
-    if one.stage.once:
-        return f"{name}, once"
-    deferred = ", deferred" if dict(one.kernel.constants).get("FS_DEFERRED") else ""
-    return f"{name}{deferred}{', 128' if width > 64 else ''}"
+    how = ", deferred" if dict(one.kernel.constants).get("FS_DEFERRED") else ""
+    how = ", once" if one.stage.once else how
+    return f"{name}{how}{', 128' if width > 64 else ''}"
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays: for how many seconds each outer tile uses an SM, and how long it waits."""
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
-    shares |= {"pieces": c.pieces, "reductions": c.reduced}
+    shares |= {"pieces": c.pieces, "reductions": c.reduced, "statistics": c.loads}
     latency = (c.visit + c.waits * unit["tensor cores"]) * PAIR / work.groups
     busy = sum(share * unit[name] for name, share in shares.items())
     busy += c.scores * SCALED * unit["O"]

@@ -1,7 +1,5 @@
 """The predicted time of a pass: each stage's kernel, its busiest unit, and the sum."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -8,8 +8,6 @@ in L2, the stage reads them from L2 and leaves its results in L2. A framework's 
 longer, because it has additional kernels for scale, mask and types.
 """
 
-from __future__ import annotations
-
 import math
 
 from flashsim.counts.traffic import Traffic

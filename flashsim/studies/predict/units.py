@@ -36,6 +36,9 @@ PAIR = 2
 #: Scaling an element of O takes this share of a score's instructions: 1.31 of 4.85, by the machine
 #: code of Hopper's forward kernels (benchmarks/instructions.py).
 SCALED = 0.27
+#: The columns of a product that adds the log-sum-exp or delta of rows (STATISTICS in
+#: kernels/hopper/kv_outer.cuh).
+STATISTICS_COLUMNS = 16
 #: Bytes of shared memory per block that CUDA reserves (CUDA C++ Programming Guide), and the
 #: registers per thread of these kernels, which is nearly the maximum for every head_dim.
 RESERVED, REGISTERS = 1024, 256
@@ -53,8 +56,9 @@ class Work:
     visit : dict of float
         Seconds that one visit takes on each unit of an SM, if the unit does nothing else. The keys
         are `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores"
-        (one instruction per score), "O" (one instruction per element of O that a Hopper forward
-        scales) and "pieces" (one instruction per 16 bytes whose address a thread computes).
+        (one instruction per score), "statistics" (the same, if a Hopper kernel for dK and dV loads
+        the log-sum-exp and delta of rows), "O" (one instruction per element of O that a Hopper
+        forward scales) and "pieces" (one instruction per 16 bytes whose address a thread computes).
     own : ndarray
         Seconds that L2 needs for the bytes that each outer tile loads and stores outside its
         visits. A tile at a sequence's end counts only the rows that exist.
@@ -84,10 +88,14 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
     a_lane = 1 / (LANES.get(device.compute_capability, 128) * hertz)
     l2 = device.sm_count / device.l2_bandwidth if device.l2_bandwidth else 0.0
-    dims, beyond = padded_dims(p), 0
+    dims, beyond, loads = padded_dims(p), 0, False
     if one.kernel.boxes and stage.name != "forward":
         taken, beyond = hopper_kernels.product_columns(stage.name, p, tiling, one.kernel.cluster)
         dims = taken, taken
+        # A product adds the log-sum-exp to the scores, and another adds delta to dP.
+        adds = dict(one.kernel.constants).get("FS_STATISTICS", 0)
+        beyond += 2 * STATISTICS_COLUMNS * adds
+        loads = stage.name in ("dkdv", "fused") and not adds
     wide = replace(p, head_dim=dims[0], head_dim_v=dims[1])
     turns = bool(one.kernel.boxes) and stage.name == "forward"  # on the tensor cores
     padded = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
@@ -103,6 +111,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
         "L2": sum(moved.values()) * l2,
         "reductions": moved["reduce"] * l2,
         "scores": sides[0] * sides[1] * a_lane,
+        "statistics": sides[0] * sides[1] * a_lane * loads,
         "O": sides[0] * dims[1] * a_lane if turns else 0.0,
         "pieces": _uneven_pieces(one, p, dims, sides) * a_lane,
     }

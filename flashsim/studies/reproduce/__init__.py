@@ -12,31 +12,22 @@ from collections.abc import Callable
 from flashsim.errors import own_errors
 from flashsim.problem import checks
 from flashsim.report import Table
-from flashsim.studies.reproduce import (
-    distribution,
-    flash1_counts,
-    fp8,
-    io_bounds,
-    numerics,
-    pallas,
-    sawtooth,
-    smem_tiles,
-)
+from flashsim.studies.reproduce import distribution, memory_traffic, numerics, pallas, smem_tiles
 
 #: The sets of numbers that can be recomputed: name -> (title, function).
 NAMES: dict[str, tuple[str, Callable[[], list[Table]]]] = {
-    "hbm": ("FlashAttention, figure 2: HBM accesses and FLOPs", flash1_counts.hbm),
-    "memory": ("FlashAttention, table 21: memory footprint", flash1_counts.memory),
-    "bounds": ("FlashAttention, theorem 2; lower bounds of Saha and Ye", io_bounds.bounds),
-    "order": ("KV-outer loops move more bytes than Q-outer loops", io_bounds.order),
+    "hbm": ("FlashAttention, figure 2: HBM accesses and FLOPs", memory_traffic.hbm),
+    "memory": ("FlashAttention, table 21: memory footprint", memory_traffic.memory),
+    "bounds": ("FlashAttention, theorem 2; lower bounds of Saha and Ye", memory_traffic.bounds),
+    "order": ("KV-outer loops move more bytes than Q-outer loops", memory_traffic.order),
     "softmax": ("online softmax: accesses per element (Milakov, Gimelshein)", numerics.softmax),
     "error": ("FlashAttention-3, table 3: numerical error", numerics.error),
-    "fp8": ("FlashAttention-3, table 3, with FP8; flushing the accumulator", fp8.fp8),
+    "fp8": ("FlashAttention-3, table 3, with FP8; flushing the accumulator", numerics.fp8),
     "tiles": ("FlashAttention-2 and -3: shared memory of their tiles", smem_tiles.tiles),
     "decoding": ("flash-decoding: the share of a GPU that is used", distribution.decoding),
     "ring": ("ring attention, table 2: communication hidden by arithmetic", distribution.ring),
     "pallas": ("attention in Pallas: intensities, times, on-chip bytes", pallas.pallas),
-    "sawtooth": ("sawtooth wavefronts: fewer L2 misses", sawtooth.sawtooth),
+    "sawtooth": ("sawtooth wavefronts: fewer L2 misses", memory_traffic.sawtooth),
 }
 
 #: Published numbers that cannot be derived from the algorithm alone, and why.

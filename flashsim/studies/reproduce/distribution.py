@@ -13,7 +13,7 @@ from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict import predict, spread
-from flashsim.studies.reproduce.page import Published
+from flashsim.studies.reproduce.page import published
 
 #: Ring attention, table 2: host, TFLOP/s, link GB/s, smallest block and sequence in thousands.
 RING = (
@@ -27,7 +27,7 @@ RING = (
 
 def decoding() -> list[Table]:
     """Return a table of the SMs that decoding uses, and of the bytes that splitting keys adds."""
-    table = Published(
+    table = published(
         "Decoding on an A100, one query, 64 Ki keys, d = 128, half precision",
         "Dao, Haziza, Massa and Sizov, Flash-Decoding, 2023",
     )
@@ -64,7 +64,7 @@ def ring() -> list[Table]:
     than the transfer if c > F / B, for any d. The ratio F / B comes from a run of ring attention on
     four ranks.
     """
-    table = Published(
+    table = published(
         "Smallest block and sequence per device, in thousands of tokens",
         "Liu, Zaharia and Abbeel, arXiv:2310.01889, table 2: s = 6 c (six blocks are in memory)",
     )
@@ -93,7 +93,7 @@ _WHY = {
 
 def efficiency() -> Table:
     """Compare published parallel efficiencies on eight GPUs with the time model's predictions."""
-    table = Published(
+    table = published(
         "Eight GPUs, % of the ideal: 8 x the rate of one GPU at 8 Ki, causal, 8 Ki per GPU",
         "github.com/zhuzilin/ring-flash-attention, README, H800; ours: flashsim.predict.spread, "
         "portable kernels (mma.sync, as FlashAttention-2)",

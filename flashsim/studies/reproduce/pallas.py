@@ -14,7 +14,7 @@ from flashsim.problem.hardware import KIB, PRESETS, Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.reproduce.page import Published
+from flashsim.studies.reproduce.page import published
 from flashsim.studies.roofline import textbook_bytes
 
 WIDTH, LENGTHS = 64, (128, 256, 512, 1024, 2048, 4096)
@@ -96,7 +96,7 @@ def _cells() -> list[tuple[str, str, int, int]]:
 
 
 def _intensities() -> Table:
-    table = Published(
+    table = published(
         "Intensity, FLOP/B, one head, d = 64, each tensor once",
         "A roofline of attention in Pallas; forward 4 T^2 d + 5 T^2 FLOPs, backward 8, 14 or 10 "
         "T^2 d. The write-up labels them bfloat16, but only 4 B per element give its figures",
@@ -113,7 +113,7 @@ def _intensities() -> Table:
 
 
 def _executed() -> Table:
-    table = Published(
+    table = published(
         "Intensity as executed: matrix FLOP/B requested, bfloat16, d = 64, tiles 64 x 64",
         f"up to T = {EXECUTED_TO} from runs on the simulated memory, beyond from the equal closed "
         "form. K and V are read once per row tile, so the intensity stops growing with T; "
@@ -164,7 +164,7 @@ def speed(direction: str, kernel: str, at: int) -> float:
 
 def _speeds() -> Table:
     peak = Device.get(DEVICE).peak(DTYPE)
-    table = Published(
+    table = published(
         f"Percentage of the peak of {peak / 1e12:g} TFLOP/s, {DEVICE}, d = 64, from printed times",
         f"the printed percentages follow from {heads()} heads in all, which the write-up does not "
         "print. The FLOP/s of each kernel count its own products, so a backward pass in two "
@@ -185,7 +185,7 @@ def _speeds() -> Table:
 
 def _overflow() -> Table:
     rule = [min(64, max(32, 16384 // d)) for d in BLOCK_KIB]
-    table = Published(
+    table = published(
         "On-chip KiB of a backward block, 64 x 64 scores, float32",
         "4 tiles of 64 x d and one of scores; the write-up states 48 to 96 KB per SM. Its rule for "
         f"the block, min(64, max(32, 16384 // C)), gives {', '.join(map(str, rule))} for these d, "
@@ -201,7 +201,7 @@ def _overflow() -> Table:
 
 
 def _scores_on_chip() -> Table:
-    table = Published(
+    table = published(
         "Do T x T scores fit on chip? KiB in bfloat16",
         "the write-up says: only at T = 128; `flashsim study devices` lists a block's capacity",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashsim.problem.hardware import KIB, Device
 from flashsim.report import Table
-from flashsim.studies.reproduce.page import Published
+from flashsim.studies.reproduce.page import published
 
 ITEM = 2  # bytes of half precision
 
@@ -27,7 +27,7 @@ FA3_FORWARD = ((128, 128, 192, False), (128, 128, 144, True), (192, 128, 112, Fa
 
 def tiles() -> list[Table]:
     """Return tables of FlashAttention-2's backward tiles and of FlashAttention-3's key blocks."""
-    second = Published(
+    second = published(
         "FlashAttention-2 backward: shared memory, KiB",
         "flash_bwd_launch_template.h of Dao-AILab/flash-attention; ours: two Q and one dO buffer, "
         "K and V of the column tile, P and dS, in half precision",
@@ -36,7 +36,7 @@ def tiles() -> list[Table]:
         ours = fa2_backward(d, block_q, block_k, v_in_registers=v_in_registers, one_q=one_q)
         what = ", V in registers" * v_in_registers + ", one Q buffer" * one_q
         second.line(f"d = {d}, {block_q} x {block_k}{what}", printed, ours / KIB)
-    third = Published(
+    third = published(
         "FlashAttention-3 forward: widest key block on an H100",
         "tile_size.h of Dao-AILab/flash-attention ('hits the limit of smem'); ours: Q, two stages "
         "of K and V, and P if it passes through shared memory; widths are multiples of 16",

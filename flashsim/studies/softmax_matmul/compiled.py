@@ -1,7 +1,5 @@
 """The fused softmax-product on the CPU's cores, compiled by Numba; it counts no bytes."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise

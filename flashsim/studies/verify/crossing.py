@@ -16,8 +16,6 @@ counters (docs/notebooks/counters.md). Only the rule for clusters in the Python 
 from the code, and not measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

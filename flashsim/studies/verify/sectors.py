@@ -8,8 +8,6 @@ two exact numbers: the bytes stored, and the bytes of the sectors that instructi
 in hopper/tile_scheduler.cuh, and `store_tile` in portable/mma.cuh and portable/backward_rows.cu.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.backends.launch.kernel import padded_dims, row_elements

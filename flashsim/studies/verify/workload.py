@@ -5,8 +5,6 @@ kernels count their transfers, and the counts are written to that file. Without 
 run at full speed, for Nsight Compute.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -16,15 +16,8 @@ from flashsim.counts.traffic import compulsory
 from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.studies.xray.infer import (
-    FORMS,
-    SIDES,
-    Inference,
-    LaunchCounters,
-    candidates,
-    infer,
-    spilled,
-)
+from flashsim.studies.xray.candidates import FORMS, SIDES, candidates
+from flashsim.studies.xray.infer import Inference, LaunchCounters, infer, spilled
 from flashsim.studies.xray.record import Profile, ProfiledLaunch, machine
 
 #: Forms that have a tile.

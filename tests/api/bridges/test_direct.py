@@ -1,7 +1,5 @@
 """Calls that go straight to an engine: checked once, never taken for others, the same numbers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -26,6 +24,7 @@ def tensors(n_q=5, n_kv=9, dtype=torch.float64):
 def kept(monkeypatch):
     """The calls that are kept; none as a test begins."""
     monkeypatch.setattr(direct, "_READY", {})
+    monkeypatch.setattr(direct, "_EXACT", {})
     return lambda: len(direct._READY)
 
 
@@ -67,6 +66,106 @@ def test_a_kept_call_is_not_taken_for_another(kept):
     with pytest.raises(DTypeError):
         attention(q, k.float(), v, causal=True)
     assert kept() == 4
+
+
+def plain(q, k, v, *, causal=False, window=None, softcap=0.0, scale=None, **_):
+    """Attention in float64, written out."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    right_of = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
+    right_of = right_of - (k.shape[2] - q.shape[2])
+    left, right = (-1, -1) if window is None else window
+    right = 0 if causal else right
+    gone = (right_of > right) & (right >= 0) | (right_of < -left) & (left >= 0)
+    return s.masked_fill(gone, -torch.inf).softmax(-1).nan_to_num() @ v
+
+
+def variations():
+    """Yield calls that differ in one thing: shapes, strides, types, options."""
+    torch.manual_seed(1)
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "n_q": 5, "n_kv": 9, "d": 8, "dv": 8}
+
+    def made(dtype=torch.float64, **other):
+        b, h, g, n, m, d, dv = (sizes | other).values()
+        shapes = (b, h, n, d), (b, g, m, d), (b, g, m, dv)
+        return [torch.randn(s, dtype=torch.float64).to(dtype) for s in shapes]
+
+    base = made()
+    yield base, {}
+    for name, other in zip(sizes, (1, 2, 4, 4, 8, 16, 16), strict=True):
+        yield made(**{name: other}), {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        yield made(dtype), {}
+    yield [x.transpose(1, 2).contiguous().transpose(1, 2) for x in base], {}
+    yield [x.mT.contiguous().mT for x in base], {}
+    yield [base[0], *(x[:, :1].expand_as(x) for x in base[1:])], {}
+    options = {
+        "causal": [True],
+        "window": [(1, 0), (0, 1), (2, 2)],
+        "softcap": [1.0, 2.0],
+        "scale": [1.0, 0.5],
+        "algorithm": ["flash2-fused"],
+        "deterministic": [True, False],
+        "backend": ["numba", "simulator"],
+    }
+    for name, values in options.items():
+        for value in values:
+            yield base, {name: value}
+
+
+def compared():
+    """Make each call between other calls, and compare it with attention written out."""
+    calls = list(variations())
+    for given, told in [*calls, *reversed(calls)]:
+        found = attention(*given, **told)
+        wanted = plain(*given, **told)
+        assert found.dtype == given[0].dtype
+        assert found.shape == wanted.shape
+        tolerance = 20 * torch.finfo(found.dtype).eps
+        torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_no_call_is_taken_for_one_that_differs(kept):
+    compared()
+
+
+class Strict:
+    """Stands in for `Ready`: it refuses tensors that differ from those that it was made for."""
+
+    def __init__(self, q, k, v, question):
+        self.made_for = [(x.shape, x.dtype) for x in (q, k, v)]
+        told = dict(zip(direct.NAMES, question, strict=True))
+        self.told = told | {"window": (told.pop("window_left"), told.pop("window_right"))}
+
+    def output(self, q, k, v):
+        assert [(x.shape, x.dtype) for x in (q, k, v)] == self.made_for
+        return plain(q, k, v, **self.told).to(q.dtype)
+
+
+#: The parts of a key that a CPU can vary; without k's shape, v's shape still tells calls apart.
+@pytest.mark.parametrize("part", [0, 2, "types", "options", "n_kv"])
+def test_a_key_without_one_part_is_noticed(kept, monkeypatch, part):
+    true = direct._key
+
+    def lacking(q, k, v, asked):
+        key = true(q, k, v, asked)
+        if part == "types":
+            return *key[:3], *key[6:]
+        if part == "options":
+            return key[:12]
+        if part == "n_kv":
+            return key[0], key[1][:2], key[2][:2], *key[3:]
+        return *key[:part], None, *key[part + 1 :]
+
+    monkeypatch.setattr(direct, "Ready", Strict)
+    compared()
+    direct._READY.clear()
+    direct._EXACT.clear()
+    monkeypatch.setattr(direct, "_key", lacking)
+    with pytest.raises(AssertionError):
+        compared()
 
 
 def test_other_layouts_of_the_same_shapes_give_the_same(kept):
@@ -161,8 +260,7 @@ def test_compiled_code_has_the_short_operator(kept, lse_too):
     assert "flashsim.attend.default" in seen
     torch.testing.assert_close(compiled(*tensors()), function(*tensors()))
     assert "flashsim.attend_without_gradient.default" in seen
-    for x, y in zip(got, torch.autograd.grad(function(q, k, v), (q, k, v)), strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(got, torch.autograd.grad(function(q, k, v), (q, k, v)))
 
 
 def test_the_short_operator_by_torchs_own_checks():
@@ -186,8 +284,7 @@ def test_the_short_operator_under_vmap():
         d, out, lse, q, k, v, 0.0, None, text
     )
     for got, one in zip(zip(*torch.vmap(back)(several), strict=True), several, strict=True):
-        for x, y in zip(got, back(one), strict=True):
-            torch.testing.assert_close(x, y)
+        torch.testing.assert_close(got, back(one))
 
 
 def test_one_tensor_as_q_k_and_v_has_the_same_gradient_watched_or_not(kept, monkeypatch):

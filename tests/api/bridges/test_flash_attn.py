@@ -1,7 +1,5 @@
 """flash-attention's interfaces, beside an oracle in float64 that is written here."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from itertools import pairwise
@@ -53,7 +51,7 @@ def kept(n_q, n_k, causal=False, window=(-1, -1), chunk=0, signed=False):
     return see
 
 
-def oracle(q, k, v, *, scale=None, softcap=0.0, slopes=None, qv=None, sinks=None, **mask):
+def oracle(q, k, v, qv=None, slopes=None, *, scale=None, softcap=0.0, sinks=None, **mask):
     """out (n, heads, d) and LSE (heads, n) of one sequence, by token, in float64."""
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
@@ -76,8 +74,22 @@ def oracle(q, k, v, *, scale=None, softcap=0.0, slopes=None, qv=None, sinks=None
     return (p @ v).transpose(0, 1), lse
 
 
+def oracles(*given, **told):
+    """out (batch, n, heads, d) and LSE (batch, heads, n) of a batch, by the oracle."""
+    each = [oracle(*one, **told) for one in zip(*given, strict=True)]
+    return tuple(torch.stack(x) for x in zip(*each, strict=True))
+
+
 def close(got, wanted, tolerance=2e-5):
-    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+    """Compare tensors, or sequences of tensors, of any types."""
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+def close_gradients(out, given, wanted, exact):
+    """Compare the gradients of `given` with those of `exact`, for the same gradient of `out`."""
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, given, dout)
+    close(found, torch.autograd.grad(wanted, exact, dout.double()), 1e-4)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -85,21 +97,15 @@ def close(got, wanted, tolerance=2e-5):
 def test_values_lse_and_gradients(causal, window):
     q, k, v = tensors((2, 7, 4, 16), (2, 11, 2, 16), (2, 11, 2, 24))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    told = {"causal": causal, "window": window}
     out, lse, probabilities = flash_attn.flash_attn_func(
         *leaves, 0.0, 0.3, causal, window, 5.0, return_attn_probs=True
     )
     assert probabilities is None
     assert (out.shape, lse.shape) == ((2, 7, 4, 24), (2, 4, 7))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted = [oracle(*(x[b] for x in exact), scale=0.3, softcap=5.0, **told) for b in range(2)]
-    of_out = torch.stack([x for x, _ in wanted])
-    close(out, of_out)
-    close(lse, torch.stack([x for _, x in wanted]))
-    dout = torch.randn_like(out)
-    found = torch.autograd.grad(out, leaves, dout)
-    for x, y in zip(found, torch.autograd.grad(of_out, exact, dout.double()), strict=True):
-        close(x, y, 1e-4)
+    wanted = oracles(*exact, scale=0.3, softcap=5.0, causal=causal, window=window)
+    close((out, lse), wanted)
+    close_gradients(out, leaves, wanted[0], exact)
 
 
 def test_packed_arguments_are_the_same_call():
@@ -134,16 +140,9 @@ def test_alibi(window, causal):
         *given, alibi_slopes=slopes, window_size=window, return_attn_probs=True, **told
     )
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    parts = [
-        oracle(*(x[b] for x in exact), slopes=slopes[b], window=window, **told) for b in range(2)
-    ]
-    wanted = torch.stack([x for x, _ in parts])
-    close(out, wanted)
-    close(lse, torch.stack([x for _, x in parts]))
-    dout = torch.randn_like(out)
-    found = torch.autograd.grad(out, given, dout)
-    for x, y in zip(found, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
-        close(x, y, 1e-4)
+    wanted = oracles(*exact, [None, None], slopes, window=window, **told)
+    close((out, lse), wanted)
+    close_gradients(out, given, wanted[0], exact)
     shared = flash_attn.flash_attn_func(q, k, v, alibi_slopes=slopes[0])
     close(shared[1], oracle(q[1], k[1], v[1], slopes=slopes[0])[0])
 
@@ -161,8 +160,7 @@ def test_alibi_of_packed_sequences(own, of_k):
     for n, ((a, b), (c, d)) in enumerate(zip(pairwise(of_q), pairwise(of_k), strict=True)):
         each = slopes[n] if own else slopes
         wanted = oracle(q[a:b], k[c:d], v[c:d], causal=True, slopes=each)
-        close(out[a:b], wanted[0])
-        close(lse[:, a:b], wanted[1])
+        close((out[a:b], lse[:, a:b]), wanted)
 
 
 def test_alibi_over_a_cache():
@@ -190,14 +188,9 @@ def test_windows_across_the_diagonal_and_sinks(window):
     )
     exact = [x.detach().double().requires_grad_() for x in given]
     told = {"window": window, "signed": True, "softcap": 4.0, "scale": 0.3, "sinks": exact[3]}
-    parts = [oracle(*(x[b] for x in exact[:3]), **told) for b in range(2)]
-    wanted = torch.stack([x for x, _ in parts])
-    close(out, wanted)
-    close(lse, torch.stack([x for _, x in parts]))
-    dout = torch.randn_like(out)
-    found = torch.autograd.grad(out, given, dout)
-    for x, y in zip(found, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
-        close(x, y, 1e-4)
+    wanted = oracles(*exact[:3], **told)
+    close((out, lse), wanted)
+    close_gradients(out, given, wanted[0], exact)
 
 
 @pytest.mark.parametrize("window", [(None, None), (2, 0), (None, -1)], ids=str)
@@ -229,11 +222,9 @@ def test_lengths_packed_padded_and_in_pages(kind, window):
         told = {"causal": causal, "window": window, "signed": True}
         wanted = oracle(q[b, :n], k[b, :m], v[b, :m], **told)
         if kind == "packed":
-            close(out[start : start + n], wanted[0])
-            close(lse[:, start : start + n], wanted[1])
+            close((out[start : start + n], lse[:, start : start + n]), wanted)
         else:
-            close(out[b, :n], wanted[0])
-            close(lse[b, :, :n], wanted[1])
+            close((out[b, :n], lse[b, :, :n]), wanted)
             assert not out[b, n:].any()
         start += n
 
@@ -261,10 +252,7 @@ def test_one_compiled_alibi_serves_every_length():
 def test_qv_puts_heads_last_in_the_lse():
     q, k, v, qv = tensors((2, 5, 4, 16), (2, 8, 1, 16), (2, 8, 1, 32), (2, 5, 4, 32))
     out, lse = flash_attn_cute.flash_attn_func(q, k, v, qv, causal=True)
-    for b in range(2):
-        wanted = oracle(q[b], k[b], v[b], causal=True, qv=qv[b])
-        close(out[b], wanted[0])
-        close(lse[b].T, wanted[1])
+    close((out, lse.mT), oracles(q, k, v, qv, causal=True))
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -287,8 +275,7 @@ def test_sequences_of_different_lengths(window, paged):
     assert lse.shape == (4, 9)
     for (a, b), (c, d) in zip(pairwise(of_q), pairwise(of_k), strict=True):
         wanted = oracle(q[a:b], k[c:d], v[c:d], causal=True, window=window)
-        close(out[a:b], wanted[0])
-        close(lse[:, a:b], wanted[1])
+        close((out[a:b], lse[:, a:b]), wanted)
 
 
 def test_rows_that_do_not_count_give_zeros():
@@ -311,17 +298,13 @@ def test_chunks(causal, window, n_q):
     out, lse = flash_attn_interface.flash_attn_func(
         q, k, v, causal=causal, window_size=window, attention_chunk=4, return_attn_probs=True
     )
-    for b in range(2):
-        wanted = oracle(q[b], k[b], v[b], causal=causal, window=window, chunk=4)
-        close(out[b], wanted[0])
-        close(lse[b], wanted[1])
+    close((out, lse), oracles(q, k, v, causal=causal, window=window, chunk=4))
 
 
 def test_qv_adds_to_the_scores():
     q, k, v, qv = tensors((2, 5, 4, 16), (2, 8, 1, 16), (2, 8, 1, 32), (2, 5, 4, 32))
     out = flash_attn_interface.flash_attn_func(q, k, v, causal=True, qv=qv)
-    for b in range(2):
-        close(out[b], oracle(q[b], k[b], v[b], causal=True, qv=qv[b])[0])
+    close(out, oracles(q, k, v, qv, causal=True)[0])
 
 
 def test_fp8_inputs_and_their_descales():
@@ -330,12 +313,11 @@ def test_fp8_inputs_and_their_descales():
     scales = [torch.rand(2, 2) + 0.5 for _ in "qkv"]
     out = flash_attn_interface.flash_attn_func(q, k, v, None, True, None, *scales)
     assert out.dtype == torch.bfloat16
-    for b in range(2):
-        one = [
-            x[b].float() * s[b].repeat_interleave(x.shape[2] // 2)[None, :, None]
-            for x, s in zip((q, k, v), scales, strict=True)
-        ]
-        close(out[b], oracle(*one, causal=True)[0], 0.03)
+    exact = [
+        x.float() * s.repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]
+        for x, s in zip((q, k, v), scales, strict=True)
+    ]
+    close(out, oracles(*exact, causal=True)[0], 0.03)
     with pytest.raises(DTypeError, match="are for FP8 inputs"):
         flash_attn_interface.flash_attn_func(*wide, q_descale=scales[0])
 
@@ -393,9 +375,7 @@ def test_a_cache_grows_and_is_read(kind, rotary, causal):
             queries = turned(queries, cos, sin, at if causal else at[:1].expand(2), rotary)
         whole[0][row, n : n + 2], whole[1][row, n : n + 2] = keys, new_v[b]
         live = [x[row, start : n + 2] for x in whole]
-        wanted = oracle(queries, *live, **told)
-        close(out[b], wanted[0])
-        close(lse[b], wanted[1])
+        close((out[b], lse[b]), oracle(queries, *live, **told))
     for x, cache in zip(given, whole, strict=True):
         if "pages" in kind:
             x = x[table.long()].flatten(1, 2)
@@ -428,9 +408,7 @@ def test_a_cache_with_qv_and_with_one_length_for_all():
     q, qv = tensors((2, 1, 4, 16), (2, 1, 4, 32))
     caches = tensors((2, 9, 1, 16), (2, 9, 1, 32), seed=1)
     out = flash_attn_interface.flash_attn_with_kvcache(q, *caches, qv=qv, cache_seqlens=7)
-    for b in range(2):
-        live = [x[b, :7] for x in caches]
-        close(out[b], oracle(q[b], *live, qv=qv[b])[0])
+    close(out, oracles(q, *(x[:, :7] for x in caches), qv)[0])
     plain = flash_attn_interface.flash_attn_with_kvcache(q, *caches)
     close(plain[1], oracle(q[1], *(x[1] for x in caches))[0])
 
@@ -442,9 +420,7 @@ def test_parts_are_combined():
     outs[2] = math.nan  # of no key
     sums = torch.stack([x.float().transpose(0, 1) for _, x in parts])
     out, lse = flash_attn.flash_attn_combine(outs, sums)
-    wanted = oracle(q, k, v)
-    close(out, wanted[0])
-    close(lse.transpose(0, 1), wanted[1])
+    close((out, lse.mT), oracle(q, k, v))
     place = torch.empty(5, 2, 16, dtype=torch.bfloat16)
     assert flash_attn.flash_attn_combine(outs, sums, out=place)[0] is place
     torch.testing.assert_close(place, out.bfloat16(), rtol=0, atol=0)
@@ -513,8 +489,7 @@ def test_decode_checks_and_has_no_gradient():
     for b, n in enumerate((9, 4)):
         by_token = [x[b].transpose(0, 1) for x in (q, k[:, :, :n], v[:, :, :n])]
         wanted = oracle(*by_token, window=(3, 0), softcap=2.0)
-        close(out[b].transpose(0, 1), wanted[0])
-        close(lse[b], wanted[1])
+        close((out[b].transpose(0, 1), lse[b]), wanted)
     table = torch.zeros(2, 1, dtype=torch.int32)
     cases = [
         (ShapeError, "2 integers, one per sequence", {"cache_seqlens": [1]}),
@@ -566,5 +541,4 @@ def test_what_no_kernel_decodes_is_written_out(paged, told):
         starts, entries = torch.tensor([2, 0, 1]), torch.tensor([8, 1, 0])
     asked = {"causal": False, "left": -1, "right": -1, "softcap": 0.0} | told
     given = q, k, v, lengths, table, starts, entries, *asked.values(), None, 0
-    for x, y in zip(decoding._written_out(*given), decoding._packed(*given), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    close(decoding._written_out(*given), decoding._packed(*given), 1e-5)

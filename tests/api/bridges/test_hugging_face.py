@@ -1,7 +1,5 @@
 """Real models of transformers' with weights made at random: flashsim gives what "eager" gives."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging
@@ -160,8 +158,7 @@ def test_generation_with_a_cache(maker, padding):
             )
         )
     assert told[0].sequences.tolist() == told[1].sequences.tolist()
-    for x, y in zip(*(t.logits for t in told), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*(t.logits for t in told), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +258,7 @@ def test_a_cache_with_room_in_it():
         first = model(inputs["input_ids"], **given).logits
         then = model(inputs["input_ids"][:, :3], **given).logits
         told.append((first, then))
-    for x, y in zip(*told, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*told, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("padding", ["whole", "padded left"])

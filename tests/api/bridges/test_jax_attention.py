@@ -1,7 +1,5 @@
 """`flashsim.jax.attention` and `dot_product_attention` as JAX's own tools see them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A small slice of `make outside`, and the command that counts it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,11 +1,7 @@
 """Pallas kernels, traced: their bytes are those of a hand count and of `flashsim.count`."""
 
-from __future__ import annotations
-
-import csv
 import enum
 import functools
-import importlib.util
 import inspect
 import re
 import warnings
@@ -28,6 +24,7 @@ with warnings.catch_warnings():
     from jax.experimental.pallas.ops.gpu import attention as jax_attention
 
 from commands import invoke  # noqa: E402
+from repository import loaded, recorded  # noqa: E402
 
 import flashsim  # noqa: E402
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError  # noqa: E402
@@ -39,10 +36,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples/pallas"
 
 
 def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(EXAMPLES / f"{name}.py")
 
 
 GPU, TPU = example("gpu_forward"), example("tpu_forward")
@@ -937,10 +931,7 @@ def test_the_first_wrong_step_is_named_with_its_variable(causal, tmp_path):
     ):
         path = tmp_path / f"wrong_{wrong}.py"
         path.write_text(text.replace(find, put), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        verdict = trace_kernel(module.forward, q, k, v, causal).check()
+        verdict = trace_kernel(loaded(path).forward, q, k, v, causal).check()
         assert f"step 2, keys 32 to 63: {wrong} is wrong from row" in verdict.step
         assert verdict.step.endswith(f"{right} are still right")
 
@@ -951,11 +942,9 @@ def test_counters_of_an_h100():
     JAX's backward kernel spills registers at head_dim 128: it reads and writes more. Hits in L1 are
     counted in another pass of the profiler, in which other loads may hit: up to 128 B differ.
     """
-    path = EXAMPLES.parents[1] / "docs/data/pallas-counters-h100.csv"
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 13
-    for row in rows:
+    counted = recorded("pallas-counters-h100.csv")
+    assert len(counted) == 13
+    for row in counted:
         numbers = {key: int(x) for key, x in row.items() if key not in ("kernel", "shape")}
         read = numbers["read_bytes"] + numbers["l1_hit_bytes"]
         more = read - numbers["traced_load_sector_bytes"]

@@ -1,7 +1,5 @@
 """`flashsim.torch.ring_attention` on four processes, by gloo."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

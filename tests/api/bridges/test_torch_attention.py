@@ -1,7 +1,5 @@
 """`flashsim.torch.attention` as torch's own tools see it, `FlashAttention` as a course calls it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -52,6 +50,11 @@ def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=N
     left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
     kept = (offset >= -left) & (offset <= (0 if causal else right))
     return torch.softmax(s.masked_fill(~kept, float("-inf")), dim=-1) @ v
+
+
+def close_to_each(mapped, singles):
+    """Compare what a function mapped by torch gives with what it gives of each sample."""
+    torch.testing.assert_close(mapped, tuple(map(torch.stack, zip(*singles, strict=True))))
 
 
 #: Keys in two parts.
@@ -107,8 +110,7 @@ def test_a_loss_of_the_lse_alone(transformed, monkeypatch):
     got = torch.autograd.grad(lse.sum(), (q, k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
     expected = torch.autograd.grad(scores.logsumexp(-1).sum(), (q, k))
-    for x, y in zip(got, (*expected, torch.zeros_like(v)), strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(got, (*expected, torch.zeros_like(v)))
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -142,8 +144,7 @@ def test_merged_parts_of_the_keys_have_the_gradients_of_the_whole(how):
     else:
         run = loss if how == "eager" else torch.compile(loss, fullgraph=True, backend="aot_eager")
         got = torch.autograd.grad(run(*inputs), inputs)
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(got, expected)
 
 
 def test_gradcheck_fused():
@@ -245,8 +246,7 @@ def test_compiles_without_a_break(backend, dynamic):
         one, other = (tensors(n_kv=n_kv, bias=(1, 2)) for _ in range(2))
         compiled(*one).backward()
         loss(*other).backward()
-        for x, y in zip(one, other, strict=True):
-            torch.testing.assert_close(x.grad, y.grad)
+        torch.testing.assert_close([x.grad for x in one], [x.grad for x in other])
 
 
 def test_packed_sequences_compile_too():
@@ -267,14 +267,11 @@ def test_gradients_and_maps_of_torch_func():
     wanted = [x.clone().requires_grad_() for x in (q, k, v, bias)]
     loss(*wanted).backward()
     gradient = torch.func.grad(loss, argnums=(0, 1, 2, 3))
-    for got, x in zip(gradient(q, k, v, bias), wanted, strict=True):
-        torch.testing.assert_close(got, x.grad)
+    torch.testing.assert_close(gradient(q, k, v, bias), [x.grad for x in wanted])
 
     many = torch.randn(3, *q.shape, dtype=q.dtype)
     per_sample = torch.func.vmap(gradient, in_dims=(0, None, None, None))(many, k, v, bias)
-    one_by_one = [gradient(x, k, v, bias) for x in many]
-    for got, singles in zip(per_sample, zip(*one_by_one, strict=True), strict=True):
-        torch.testing.assert_close(got, torch.stack(singles))
+    close_to_each(per_sample, [gradient(x, k, v, bias) for x in many])
 
 
 @pytest.mark.parametrize("lead", [(1, 1), (1, 2), (2, 1)])
@@ -314,13 +311,10 @@ def test_the_backward_operator_maps_to_a_gradient_of_the_bias_for_each():
     rest = q, k, v, bias, None, None
     for dlse in (None, lse):
         of = lambda dout, dlse=dlse: ops.backward(dout, out, lse, dlse, *rest, **told)  # noqa: E731
-        mapped = torch.vmap(of)(douts)
-        for x, singles in zip(mapped, zip(*map(of, douts), strict=True), strict=True):
-            torch.testing.assert_close(x, torch.stack(singles))
+        close_to_each(torch.vmap(of)(douts), map(of, douts))
     of = lambda dlse: ops.backward(out, out, lse, dlse, *rest, **told)  # noqa: E731
     dlses = torch.randn(3, *lse.shape, dtype=lse.dtype)
-    for x, singles in zip(torch.vmap(of)(dlses), zip(*map(of, dlses), strict=True), strict=True):
-        torch.testing.assert_close(x, torch.stack(singles))
+    close_to_each(torch.vmap(of)(dlses), map(of, dlses))
 
 
 # -- sinks -----------------------------------------------------------------------------------------
@@ -347,8 +341,7 @@ def test_sinks_have_a_gradient(bias, backend):
     torch.testing.assert_close(got, exact)
     weight = torch.randn_like(got)
     ours, theirs = (torch.autograd.grad((x * weight).sum(), inputs) for x in (got, exact))
-    for x, y in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_sinks_under_torchs_tools():
@@ -366,9 +359,7 @@ def test_sinks_under_torchs_tools():
     for dims, each in (((0, 1), many.T), ((0, None), [many[:, 0]] * 3)):
         given = many if dims[1] == 1 else many[:, 0]
         mapped = torch.vmap(gradient, in_dims=dims)(queries, given)
-        singles = [gradient(x, y) for x, y in zip(queries, each, strict=True)]
-        for x, y in zip(mapped, zip(*singles, strict=True), strict=True):
-            torch.testing.assert_close(x, torch.stack(y))
+        close_to_each(mapped, [gradient(x, y) for x, y in zip(queries, each, strict=True)])
 
 
 def test_sinks_of_bfloat16_that_autocast_left_alone():
@@ -640,8 +631,7 @@ def test_an_autograd_function_of_the_courses_interface(is_causal):
 
     got = torch.autograd.grad(out, (q, k, v), dout)
     wanted = torch.autograd.grad(expected, (q, k, v), dout)
-    for x, y in zip(got, wanted, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_the_courses_function_is_not_causal_unless_told():

@@ -1,7 +1,5 @@
 """`flashsim.torch.watch`: every attention call seen once, as what it is, and no result changed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

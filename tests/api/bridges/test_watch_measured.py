@@ -3,8 +3,6 @@
 On a CPU, where the profiler times operators; tests/gpu/test_torch.py has kernels.
 """
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

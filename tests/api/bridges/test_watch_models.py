@@ -1,7 +1,5 @@
 """`flashsim.torch.watch` on models of transformers, with weights made at random."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import sys

@@ -7,8 +7,6 @@ If every suite ran, the table replaces the device's last one in docs/notebooks/o
 status is 1 if a test failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -3,8 +3,6 @@
 https://github.com/stanford-cs336/assignment2-systems/blob/main/tests/test_attention.py
 """
 
-from __future__ import annotations
-
 import torch
 
 from flashsim.torch import FlashAttention

@@ -5,8 +5,6 @@ times) the error of attention in the same half precision, written in torch's ope
 https://github.com/Dao-AILab/flash-attention/blob/main/tests/test_flash_attn.py
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

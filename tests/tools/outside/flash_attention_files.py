@@ -6,8 +6,6 @@ FlashAttention-2's test_flash_attn.py runs on `flashsim.torch.flash_attn`, Flash
 folder of a clone. They need einops.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import itertools

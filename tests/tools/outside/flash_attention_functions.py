@@ -6,8 +6,6 @@ https://github.com/Dao-AILab/flash-attention/tree/main/tests/cute (test_score_mo
 test_mask_mod.py, test_block_sparsity.py)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any

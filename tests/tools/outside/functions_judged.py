@@ -6,8 +6,6 @@ counts too. A captured element's gradient is a float32 sum over all scores that 
 order; the roundings of n terms add up to about sqrt(n) roundings.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

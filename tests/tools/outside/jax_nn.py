@@ -3,8 +3,6 @@
 https://github.com/jax-ml/jax/blob/main/tests/nn_test.py
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

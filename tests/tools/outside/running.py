@@ -1,7 +1,5 @@
 """Run the points of suites, in one process or several."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import sys

@@ -4,8 +4,6 @@ https://github.com/pytorch/pytorch/blob/main/test/inductor/test_flex_attention.p
 https://github.com/pytorch/pytorch/blob/main/test/inductor/test_flex_decoding.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

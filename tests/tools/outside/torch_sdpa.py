@@ -6,8 +6,6 @@ beside torch's math kernel in float64 is at most twice that of torch's own flash
 in the same type. A sample that torch's flash attention does not support is not applicable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -7,8 +7,6 @@ number, so LLVM neither spills nor moves a tile. Each thread must configure its 
 shapes (`CONFIG`) before the first product.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import NamedTuple
 

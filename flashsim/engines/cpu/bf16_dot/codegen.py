@@ -1,7 +1,5 @@
 """LLVM IR of the operations on bfloat16 pairs (`operations.py`), as vector code or AMX tiles."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

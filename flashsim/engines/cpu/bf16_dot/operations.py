@@ -12,8 +12,6 @@ instructions for pairs (`Blocking.pairs`), vector or AMX code replaces each func
 functions define what the vector and AMX code must compute; tests compare both.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.codegen import (

@@ -4,8 +4,6 @@
 rows and d columns.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

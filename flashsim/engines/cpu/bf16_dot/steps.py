@@ -1,7 +1,5 @@
 """Steps between matrix products of bfloat16 pairs; `operands` has these steps for floats."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.operations import (

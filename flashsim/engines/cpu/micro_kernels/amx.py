@@ -1,7 +1,5 @@
 """Requests AMX tile registers from Linux, which does not save them for a thread by default."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

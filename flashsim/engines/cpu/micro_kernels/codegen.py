@@ -6,8 +6,6 @@ function writes one LLVM function for an element type and a `Blocking`, without 
 `writer.builder`). The module `vector` makes Numba's compiled code call the LLVM functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -6,8 +6,6 @@ Scores of a head are stored side by side, one key per lane, so one vector expone
 vector of scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from llvmlite import ir

@@ -6,8 +6,6 @@ layout of a left operand. With fewer than 16 heads, the code does not read missi
 or columns.
 """
 
-from __future__ import annotations
-
 from llvmlite import ir
 
 from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE

@@ -4,8 +4,6 @@ Two neighbours in a row of K already form a pair in memory, so K needs no conver
 to bfloat16.
 """
 
-from __future__ import annotations
-
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.decode_gemv_amx import side_by_side_in_tiles

@@ -4,8 +4,6 @@ Kernels get 16-bit arrays as float32 arrays over the same memory, so one kernel 
 bfloat16.
 """
 
-from __future__ import annotations
-
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.registers import Blocking

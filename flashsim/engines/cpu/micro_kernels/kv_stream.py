@@ -1,7 +1,5 @@
 """Emits code that reads K and V in memory order, as floats, 16-bit numbers or bfloat16 pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from llvmlite import ir

@@ -1,7 +1,5 @@
 """Extends the module `writer`, which writes LLVM IR for floats, to bfloat16 pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

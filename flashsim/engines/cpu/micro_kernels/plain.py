@@ -11,8 +11,6 @@ decorator `vector.operation` names a function's vector code. The type of the fir
 selects vector or plain code; tests compare both.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.codegen import build_any_product

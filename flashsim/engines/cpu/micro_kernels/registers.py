@@ -11,8 +11,6 @@ of the key in Numba's disk cache. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES (environ
 select a CPU with fewer registers.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections import namedtuple

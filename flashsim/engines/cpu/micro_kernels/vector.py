@@ -1,7 +1,5 @@
 """Makes compiled kernels use an operation's vector code if the CPU's registers are known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from llvmlite import ir

@@ -1,7 +1,5 @@
 """Writes LLVM IR with vectors, which LLVM turns into AVX2, AVX-512 or NEON code; needs no Numba."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

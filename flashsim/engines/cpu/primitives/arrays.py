@@ -1,7 +1,5 @@
 """Allocates and slices arrays in compiled kernels, with less LLVM IR than Numba's functions."""
 
-from __future__ import annotations
-
 from numba import types
 from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed

@@ -1,7 +1,5 @@
 """Atomic operations, as Numba intrinsics, with which a kernel's threads share work."""
 
-from __future__ import annotations
-
 import sys
 
 from llvmlite import ir

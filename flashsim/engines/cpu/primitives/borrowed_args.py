@@ -1,7 +1,5 @@
 """Passes arrays to a kernel without reference counting, because the arrays outlive the call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba.extending

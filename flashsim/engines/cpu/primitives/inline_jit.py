@@ -6,8 +6,6 @@ this module only lowers to LLVM IR. The library of a `Whole`, a kernel's entry f
 every part that the kernel calls, directly or indirectly, and optimises everything once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

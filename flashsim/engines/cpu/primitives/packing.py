@@ -1,7 +1,5 @@
 """Transposes a tensor's rows in memory to panels, and panels back to rows."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.plain import narrow, transpose_in, transpose_out, widen

@@ -1,0 +1,164 @@
+"""Mask and score functions in the Python kernels of a Hopper GPU, against attention in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import function_cases  # noqa: E402
+from compiled import thorough  # noqa: E402
+from cupy_checks import ON_HOPPER, gradients, make  # noqa: E402
+from function_cases import causal, masks, scores  # noqa: E402
+from test_functions import LENGTHS, same_traces  # noqa: E402
+
+import flashsim  # noqa: E402
+from flashsim import Problem  # noqa: E402
+
+pytest.importorskip("numba_cuda")
+
+#: torch's, at the first matrix product of a thread.
+_FIRST = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+pytestmark = [*ON_HOPPER, _FIRST, pytest.mark.promise("twice plain attention's error")]
+HOPPER = {"backend": "numba_cuda", "kernel": "hopper"}
+judge = partial(function_cases.judge, **HOPPER, forms=(None, True, False))
+MASKS = tuple(masks(1, 1, 1, 1, "cpu"))
+SCORES = tuple(scores(1, 1, 1, 1, "cpu"))
+
+
+def sized(n_q, n_kv):
+    """Grouped heads, and lengths."""
+    return 2, 4, 2, n_q, n_kv
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("d", [64, thorough(128), thorough(192), thorough(256)])
+def test_masks(name, d):
+    judge(masks(2, 4, 430, 430)[name], None, {}, sized(430, 430), d=d)
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("d", [64, 128, thorough(32), thorough(192), thorough(256)])
+@pytest.mark.parametrize("mask", [causal, thorough(None)])
+def test_scores(name, d, mask):
+    _, score, wanted = scores(2, 4, 300, 430)[name]
+    judge(mask, score, wanted, sized(300, 430), d=d)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(1, 1), (799, 3), (1025, 1025), *(thorough(x) for x in LENGTHS[1:])],
+    ids=str,
+)
+def test_lengths(lengths):
+    """A mask with captured documents, and a table of relative positions with its gradient."""
+    _, score, wanted = scores(2, 4, *lengths)["relative"]
+    judge(masks(2, 4, *lengths)["of_documents"], score, wanted, sized(*lengths), d=128)
+
+
+def test_rows_without_keys():
+    _, score, wanted = scores(2, 4, 300, 200)["biased"]
+    judge(masks(2, 4, 300, 200)["late"], score, wanted, sized(300, 200), dtype=torch.float16)
+
+
+@pytest.mark.parametrize("kernel", ["hopper", "tensor"])
+@pytest.mark.parametrize("lengths", [(200, 300), thorough((1, 700))], ids=str)
+def test_sinks(lengths, kernel):
+    sinks = torch.tensor([0.5, -3.0, 2.0, 0.0], device="cuda")
+    judge(causal, None, {}, sized(*lengths), sinks=sinks, kernel=kernel)
+    judge(masks(2, 4, *lengths)["late"], None, {}, sized(*lengths), sinks=sinks, kernel=kernel)
+
+
+@pytest.mark.parametrize(("name", "mask"), [("alibi", "of_documents"), ("curved", "late")])
+@pytest.mark.promise("three counts equal")
+def test_traces_are_the_simulators(name, mask):
+    """The tiles and bytes of all stages, also the bytes that functions read."""
+    _, score, wanted = scores(1, 4, 300, 430, "cpu")[name]
+    how = {"mask_mod": masks(1, 4, 300, 430, "cpu")[mask], "score_mod": score}
+    same_traces(_Hopper, how, tuple(wanted))
+
+
+@pytest.mark.promise("three counts equal")
+def test_traces_with_sinks():
+    same_traces(_Hopper, {"mask_mod": causal, "sinks": np.array([0.5, -3, 2, 0], np.float32)})
+
+
+class _Hopper:
+    backend, kernel = HOPPER.values()
+
+
+@pytest.mark.parametrize("window", [None, (70, 0), (30, 20)])
+@pytest.mark.parametrize("d", [64, thorough(128)])
+def test_named_masks_and_packed_sequences(window, d):
+    """With a score function of positions, which begin at 0 in each sequence; with a softcap."""
+    ends_q, ends_k = (0, 0, 131, 200, 430), (0, 50, 181, 250, 430)
+    p = Problem(
+        *(430, 430, d),
+        **{"heads": 4, "kv_heads": 2, "dtype": "bfloat16", "window": window, "softcap": 20.0},
+        **{"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k},
+    )
+    slopes = np.array([0.1, 0.02, 0.3, 0.05], np.float32)
+
+    def score(s, b, h, q, k):
+        return s + slopes[h] * (k - q) + s * q / 200
+
+    def mask(b, h, q, k):
+        return (q + k) % 5 != 0
+
+    given = {
+        **{"score_mod": score, "mask_mod": mask, "window": window, "softcap": 20.0},
+        **{"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k},
+    }
+    x = make(p)
+    inputs = [x[name] for name in "qkv"]
+    exact = flashsim.run(*(np.asarray(y, np.float64) for y in inputs), **given, backend="numba")
+    wide = exact.backward(np.asarray(x["dout"], np.float64), captured=("slopes",))
+    portable = flashsim.run(*inputs, **given, backend="cupy", kernel="portable")
+    rough = portable.backward(x["dout"], captured=("slopes",))
+    mine = flashsim.run(*inputs, **given, **HOPPER)
+    pairs = [(mine.out, portable.out, exact.out)]
+    for form in (None, False):
+        got = gradients(mine, x["dout"], form, captured=("slopes",))
+        pairs += [(getattr(g, n) for g in (got, rough, wide)) for n in ("dq", "dk", "dv")]
+        pairs.append(tuple(g.captured["slopes"] for g in (got, rough, wide)))
+    for number, three in enumerate(pairs):
+        got, other, true = (np.asarray(y, np.float64) for y in three)
+        error, budget = abs(got - true).max(), 2 * abs(other - true).max() + 1e-3
+        assert error <= budget, (number, error, budget)
+
+
+def test_a_causal_function_has_the_bits_of_the_named_mask():
+    """The same tiles are visited, full ones by the same loop."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 1000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    named = flashsim.run(q, k, v, causal=True, **HOPPER)
+    mine = flashsim.run(q, k, v, mask_mod=causal, tiling=named.tiling, **HOPPER)
+    assert torch.equal(named.out, mine.out)
+    assert torch.equal(named.lse, mine.lse)
+    grads = [r.backward(torch.ones_like(q)) for r in (named, mine)]
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(*(getattr(g, name) for g in grads))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "tensor"])
+def test_a_bias(kernel):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    bias = torch.randn(1, 4, 200, 200, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for how in ({"backend": "cupy"}, {"backend": "numba_cuda", "kernel": kernel}):
+        result = flashsim.run(q, k, v, bias=bias, **how)
+        back = result.backward(q)
+        results.append((result.out, back.dq, back.dk, back.dv, back.dbias))
+    assert result.kernel == ("tensor" if kernel == "tensor" else "hopper")
+    for mine, other in zip(*results, strict=True):
+        assert torch.allclose(mine.float(), other.float(), rtol=0.05, atol=0.05)
+
+
+def test_the_choice_of_kernels():
+    q, k, v = (torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    result = flashsim.run(q, k, v, mask_mod=causal, backend="numba_cuda")
+    assert result.kernel == result.backward(q).kernel == "hopper"
