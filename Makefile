@@ -67,7 +67,7 @@ PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(J
   --no-loadscope-reorder
 
 unit: $(VENV)/.dev
-	$(KERNELS) NUMBA_OPT=0 $(PYTEST) --covered 97.5
+	$(KERNELS) FLASHSIM_UNOPTIMISED=1 $(PYTEST) --covered 97.5
 
 # All tests that run the CPU engine, as on a CPU with AVX2 alone, on an x86 that has more.
 HASWELL = NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c

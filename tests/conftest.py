@@ -49,6 +49,9 @@ def pytest_configure(config):
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    here = hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
+    if here and os.environ.get("FLASHSIM_UNOPTIMISED"):
+        _leave_the_engine_unoptimised()
     if config.getoption("--covered"):
         from covered import Covered
 
@@ -67,24 +70,48 @@ def pytest_configure(config):
         hypothesis.settings.load_profile("fault")
 
 
+def _leave_the_engine_unoptimised():
+    """Compile the CPU engine's kernels without LLVM's optimisation, which takes half of the time.
+
+    Kernels that are on disk stay as they are. Others, such as the L2 model's loops, run too long
+    without it. Processes that tests start optimise as always.
+    """
+    from numba.core import config, dispatcher, registry
+
+    compiled, whole, none = dispatcher.Dispatcher.compile, config.OPT, type(config.OPT)(0)
+
+    def compile_(self, signature):
+        module = self.py_func.__module__
+        ours = module.startswith("flashsim.") and not module.startswith("flashsim.engines.")
+        config.OPT, before = whole if ours else none, config.OPT
+        try:
+            return compiled(self, signature)
+        finally:
+            config.OPT = before
+
+    config.OPT = none
+    registry.cpu_target.target_context.codegen()  # made now, it makes machine code as fast
+    dispatcher.Dispatcher.compile = compile_
+
+
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
 WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
 
 #: The files that take longest, longest first (half a minute of a core to six seconds). What is
 #: short comes last, by its name, so that two processes end together.
 LONGEST = (
-    *("engines/test_bf16_dot", "backends/test_numba_kernels", "backends/test_emulated_decode"),
-    *("backends/test_decode_launch", "viz/test_viz_lab", "viz/test_viz_plots"),
-    *("backends/test_function_kernels", "faults/test_faults", "backends/test_emulated_hopper"),
-    *("studies/test_grader", "studies/test_exercises", "functions/test_functions_engines"),
-    *("faults/test_kernel_faults", "cli/test_cli", "studies/test_xray"),
-    *("backends/test_hopper_kernels", "studies/test_agreement", "backends/test_emulated"),
-    *("cli/test_pictures", "engines/test_panels", "viz/test_viz_page"),
-    *("trace/test_tracefile_fuzz", "studies/test_reproduce", "viz/test_viz_animation"),
-    *("backends/test_cuda_kernels", "schedule/test_schedule", "counts/test_traffic"),
-    *("functions/test_tiles_of_functions", "studies/test_lessons", "cli/test_streams"),
-    *("backends/test_numba_barriers", "backends/test_numba_wide_barriers"),
-    *("backends/test_emulated_barriers", "faults/test_crashes", "counts/test_flash_decode"),
+    *("backends/test_numba_kernels", "engines/test_bf16_dot", "backends/test_function_kernels"),
+    *("backends/test_emulated_decode", "backends/test_decode_launch", "viz/test_viz_lab"),
+    *("viz/test_viz_plots", "backends/test_emulated_hopper", "faults/test_kernel_faults"),
+    *("functions/test_functions_engines", "backends/test_hopper_kernels", "studies/test_grader"),
+    *("cli/test_cli", "studies/test_exercises", "backends/test_cuda_kernels"),
+    *("studies/test_agreement", "cli/test_pictures", "studies/test_reproduce"),
+    *("viz/test_viz_page", "engines/test_panels", "trace/test_tracefile_fuzz"),
+    *("studies/test_xray", "backends/test_emulated", "backends/test_numba_barriers"),
+    *("viz/test_viz_animation", "schedule/test_schedule", "functions/test_tiles_of_functions"),
+    *("backends/test_numba_wide_barriers", "counts/test_traffic", "faults/test_crashes"),
+    *("studies/test_lessons", "cli/test_long", "cli/test_streams"),
+    *("backends/test_emulated_barriers", "counts/test_flash_decode"),
 )
 #: Files with those whose emulated kernels they run, too: a process compiles each of them once.
 SHARING = {"tests/backends/test_decode_launch.py": "tests/backends/test_emulated_decode.py"}

@@ -77,6 +77,7 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
         abi="numba",
         cc=(*capability, "a") if capability[0] == 9 else capability,
         output="ptx",
+        opt=True,  # also where NUMBA_OPT=0 asks for CPU code that is easy to debug
         # `setmaxnreg` needs the guarantee that one block has the whole SM.
         launch_bounds=(kernel.threads, 1) if maps else kernel.threads,
     )

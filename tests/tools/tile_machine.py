@@ -29,6 +29,7 @@ from flashsim.l2 import compiled
 SMALLEST = np.finfo(np.float32).tiny
 
 
+@np.errstate(invalid="ignore")
 def flushed(x):
     """Return float32 without denormals."""
     x = np.asarray(x, np.float32)
@@ -116,14 +117,14 @@ class TileMachine:
         c, a, b = (self.read(tile) for tile in instruction)
         if len({*instruction}) < 3 or a.shape != (len(c), len(b)) or b.shape[1] != c.shape[1]:
             raise Refused(f"tiles of C {c.shape}, A {a.shape} and B {b.shape}")
-        pairs_a, pairs_b = np.stack(numbers(a)), np.stack(numbers(b))
-        products = pairs_a[:, :, :, None].astype(np.float64) * pairs_b[:, None]
         sums = np.zeros((2, *c.shape), np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # also of rows that nobody reads
+            pairs_a, pairs_b = np.stack(numbers(a)), np.stack(numbers(b))
+            products = pairs_a[:, :, :, None].astype(np.float64) * pairs_b[:, None]
             for k in range(len(b)):  # float64 holds a product exactly, with digits to spare
                 sums = flushed((sums + products[:, :, k]).astype(np.float32))
             total = flushed(c.view(np.float32)) + flushed(sums[0] + sums[1])
-        self.tiles[instruction.c] = flushed(total).view(np.uint32)
+            self.tiles[instruction.c] = flushed(total).view(np.uint32)
 
     def read(self, tile: int) -> np.ndarray:
         """Return a tile that was written."""
