@@ -281,7 +281,7 @@ FAULTS = {
     # -- Hopper's backward: arithmetic ------------------------------------------------------------
     "cuda-delta-left-out": Fault(
         "dS = P dP",
-        *(SHARED, "lse[i] * unit, -delta[i]);", "lse[i] * unit, 0.0f);"),
+        *(SHARED, ": lse[i] * unit, -delta[i],", ": lse[i] * unit, 0.0f,"),
         hopper("test_features and ragged and 128"),
     ),
     "lse-in-base-e": Fault(
