@@ -20,7 +20,11 @@ from test_numba_kernels import SPILL_BYTES, compiled, ptxas, resources  # noqa: 
 
 from flashsim import Problem, Tiling  # noqa: E402
 from flashsim.backends.launch import kernel as launch  # noqa: E402
-from flashsim.backends.launch.functions import functions_of  # noqa: E402
+from flashsim.backends.launch.functions import (  # noqa: E402
+    arrays_of_mask,
+    functions_of,
+    sources_of,
+)
 from flashsim.backends.numba_gpu import compiler, ptx  # noqa: E402
 from flashsim.backends.numba_gpu.emit import F32, I16, I32, I64, f32, i32  # noqa: E402
 from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR  # noqa: E402
@@ -159,8 +163,10 @@ def test_fragments_hold_what_the_functions_return(by_row, mask_mod, blocks, mach
     args = np.zeros(1, kernel.args)
     args["softcap"], args["left"], args["right"] = cap, p.left, p.right
     words = args.view(np.uint64)[-16:]
-    words[:3] = [x.ctypes.data for x in (slopes, table, documents)]
-    words[of.arrays : of.arrays + 2] = [x.ctypes.data for x in sums]  # behind a mask's ranges
+    _, of_masks = arrays_of_mask(p.mask_mod)  # with the ends of ranges, if the mask keeps ranges
+    data = [x.ctypes.data for x in (slopes, table, *of_masks)]
+    packed = sources_of(p)[1].pack(data, [x.ctypes.data for x in sums]).tobytes()
+    args.view(np.uint8)[launch.ARGS.itemsize :][: len(packed)] = np.frombuffer(packed, np.uint8)
     place = b, h, first_q, first_k, p.n_q - 1, p.n_kv - 1
 
     shape = 16 * blocks, 16
