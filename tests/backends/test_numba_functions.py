@@ -162,7 +162,6 @@ def test_fragments_hold_what_the_functions_return(by_row, mask_mod, blocks, mach
     made = functions.fragment_functions(kernel, blocks, 16, by_row=by_row)
     args = np.zeros(1, kernel.args)
     args["softcap"], args["left"], args["right"] = cap, p.left, p.right
-    words = args.view(np.uint64)[-16:]
     _, of_masks = arrays_of_mask(p.mask_mod)  # with the ends of ranges, if the mask keeps ranges
     data = [x.ctypes.data for x in (slopes, table, *of_masks)]
     packed = sources_of(p)[1].pack(data, [x.ctypes.data for x in sums]).tobytes()
