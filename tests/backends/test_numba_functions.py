@@ -331,6 +331,23 @@ def test_hopper_kernels_compile(stage, more):
     assert spilled <= SPILL_BYTES
 
 
+def linear(s, b, h, q, k):
+    return s + slopes[h] * (k - q)
+
+
+@pytest.mark.parametrize("algorithm", ["flash2", "flash2-fused"])
+@pytest.mark.parametrize(("function", "name"), [(linear, "slopes"), (relative, "table")])
+def test_functions_get_scaled_scores(function, name, algorithm):
+    """Unlike C++ kernels, which may add a term to scores minus log-sum-exp."""
+    for wanted in ((), (name,)):
+        p = problem(score_mod=function, score_grads=wanted, head_dim=64)
+        given = p, None, GPUS["sm_90"], "ascending", ""
+        passes = [*HOPPER.forward_passes(*given), *HOPPER.backward_passes(*given, algorithm)]
+        made = [dict(x.kernel.constants) for x in passes if x.kernel.boxes]
+        assert [(x["FS_SCALED"], x["FS_SCORE_MOD"]) for x in made] == [(1, 1)] * len(made)
+        assert len(made) == (2 if algorithm == "flash2-fused" else 3)
+
+
 def ptx_of(family, stage, p, tiling=None):
     """The PTX of a stage's kernel."""
     gpu = GPUS["sm_90"]
