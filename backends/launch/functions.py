@@ -92,7 +92,7 @@ class Generated:
     a term to the score. With `by_distance`, this term depends on positions only through their
     distance. `graphs` are the traced mask and score function, which kernels in Python use. For each
     of the two, `inside` has pairs (index node, size of an axis) in which the index is certainly in
-    range. The addresses of gradients follow those of all `arrays`.
+    range. `first_sum` is the place of the first gradient's address among the struct's addresses.
     """
 
     text: str
@@ -112,7 +112,7 @@ class Generated:
     graphs: tuple[Graph | None, Graph | None] = (None, None)
     wanted: tuple[str, ...] = ()
     inside: tuple[tuple[tuple[int, int], ...], ...] = ((), ())
-    arrays: int = 0
+    first_sum: int = 0
 
     @property
     def constants(self) -> dict[str, int]:
@@ -417,7 +417,7 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             (graph, score),
             tuple(source.gradients),
             (_inside(graph, extents), _inside(score, extents)),
-            len(source.arrays),
+            next((n for n, f in enumerate(source.fields) if f.what == "gradient"), 0),
         )
         for source in _sources(mask, score, wanted, extents)
     )

@@ -50,8 +50,8 @@ class Hopper(Family):
     """The family of kernels that use Hopper's own instructions.
 
     Error texts for unsupported passes suggest the kernel family that `instead` names. With
-    `brings_tiles`, the forward kernel loads parts of a captured array in advance, and adds a linear
-    term of the score function by a product.
+    `brings_tiles`, kernels load parts of a captured array in advance, and add a linear term of the
+    score function by a product.
     """
 
     instead: str = "portable"
@@ -316,7 +316,7 @@ class Hopper(Family):
         elif stage == "fused" and tiling == ROLES:
             made = hopper_kernels.roles_kernel(*given)
         elif stage in ("dkdv", "fused"):
-            made = hopper_kernels.backward_kernel(*given)
+            made = hopper_kernels.backward_kernel(*given, ahead=self.brings_tiles)
         elif stage == "dq":
             made = hopper_kernels.dq_kernel(*given)
         else:

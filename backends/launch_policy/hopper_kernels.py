@@ -111,8 +111,11 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
     return on_chip(2 * (q + rings.stages * kv) + elements, barriers)
 
 
-def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the KV-outer kernel for dK and dV, which in a fused backward also computes dQ."""
+def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, ahead: bool) -> Kernel:
+    """Return the KV-outer kernel for dK and dV, which in a fused backward also computes dQ.
+
+    With `ahead`, the kernel adds the score function's term to scores minus log-sum-exp.
+    """
     fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
@@ -127,7 +130,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     # warps.
     dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
-    score = _of_functions(problem, tiling)
+    score = _of_functions(problem, tiling, ahead=ahead)
     adds = adds_statistics(problem, tiling, once=variant.once)
     rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
     elements = score.get("DISTANCES", 0) * (bq + bk)
@@ -182,17 +185,18 @@ def _adds_term(problem: Problem) -> bool:
     return functions.adds_term(problem) and (functions.adds_by_distance(problem) or not each)
 
 
-def _of_functions(problem: Problem, tiling: Tiling) -> dict[str, int]:
+def _of_functions(problem: Problem, tiling: Tiling, *, ahead: bool) -> dict[str, int]:
     """Return the constants of a backward kernel for mask and score functions.
 
-    Up to a head_dim of 128, if the score function only adds a term, scores start at the log-sum-exp
-    all the same. The product that brings the log-sum-exp also brings a term that is linear in the
-    positions, unless arrays get gradients. Terms by distance pass through shared memory.
+    With `ahead`, up to a head_dim of 128 and if the score function only adds a term, scores start
+    at the log-sum-exp all the same. The product that brings the log-sum-exp also brings a term that
+    is linear in the positions, unless arrays get gradients. Terms by distance pass through shared
+    memory.
     """
     made = _reads(problem)
     if problem.score_mod is None or max(problem.head_dim, problem.head_dim_v) > 128:
         return made
-    if problem.softcap or problem.scale <= 0 or not _adds_term(problem):
+    if not ahead or problem.softcap or problem.scale <= 0 or not _adds_term(problem):
         return made | ({"SCORE_LATE": 1} if tiling.block_q == 128 else {})
     adds = adds_statistics(problem, tiling, once=False)
     if adds and functions.ramp_of(problem) and not problem.score_grads:

@@ -61,6 +61,10 @@ class Bounds:
 
     def of(self, ranges: Mapping[str, Interval]) -> Interval:
         """Return bounds of the function's result, from each argument's first and last values."""
+        return self.every(ranges)[self.graph.root]
+
+    def every(self, ranges: Mapping[str, Interval]) -> list[Interval]:
+        """Return bounds of all nodes, from each argument's first and last values."""
         found: list[Interval] = []
         with np.errstate(all="ignore"):
             for n, node in enumerate(self.graph.nodes):
@@ -75,7 +79,7 @@ class Bounds:
                 else:
                     kinds = [self.graph.nodes[a].kind for a in node.args]
                     found.append(_bounds(node, args, kinds))
-        return found[self.graph.root]
+        return found
 
     def _load(self, n: int, node: Node, args: list[Interval]) -> Interval:
         """Return bounds of a loaded element, from the range of the index that depends on q or k."""

@@ -5,18 +5,21 @@ evaluate the mask function per score.
 """
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from flashsim.functions.builder import Builder
-from flashsim.functions.graph import ArraySpec, Node
+from flashsim.functions.graph import ArraySpec, Graph, Node, needed
+from flashsim.functions.intervals import Bounds
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.operations import BOOL, INT
 
 #: Ends beyond every position.
 LOWEST, HIGHEST = -(1 << 30), 1 << 30
+#: Upper bounds of b, h, q and k, for the check that kernels compute ends without overflow.
+_LARGEST = {"b": 1 << 16, "h": 1 << 16, "q": 1 << 28, "k": 1 << 28}
 
 
 class Range(NamedTuple):
@@ -51,7 +54,7 @@ def spans_of(mask: MaskFunction) -> Spans | None:
 
     A function is known to keep ranges if it combines, by and, comparisons of integers that are
     linear in q or k. Equal elements of a captured array must be neighbours, as in an array of
-    document numbers.
+    document numbers. Integers must be so small that kernels compute the ends without overflow.
     """
     search = _Search(mask)
     keys = search.range_of(mask.graph.root, "k")
@@ -60,7 +63,21 @@ def spans_of(mask: MaskFunction) -> Spans | None:
         return None
     first = len(mask.graph.arrays)
     made = tuple(search.build.arrays[first:]), tuple(search.values)
-    return Spans(tuple(search.build.nodes), keys, queries, *made)
+    found = Spans(tuple(search.build.nodes), keys, queries, *made)
+    return found if _are_small(mask, found) else None
+
+
+def _are_small(mask: MaskFunction, spans: Spans) -> bool:
+    """Return whether all integers that lead to the ranges' ends are from LOWEST to HIGHEST."""
+    zero = np.asarray(0)
+    ranges = {name: (zero, np.asarray(last)) for name, last in _LARGEST.items()}
+    graph = Graph(spans.nodes, mask.graph.root, (*mask.graph.arrays, *spans.arrays))
+    bounds = Bounds(graph, (*mask.arrays, *spans.values)).every(ranges)
+    return all(
+        bounds[n][0].min() >= LOWEST and bounds[n][1].max() <= HIGHEST
+        for n in needed(spans.nodes, roots((spans.keys, spans.queries)))
+        if spans.nodes[n].kind == INT
+    )
 
 
 class _Search:
@@ -70,13 +87,16 @@ class _Search:
         self.mask, self.build = mask, Builder(mask.graph.nodes, mask.graph.arrays)
         self.values: list[np.ndarray] = []
         self._ends: dict[tuple[int, int], tuple[int, int]] = {}
+        # Functions may use one value many times.
+        self.depends, self.range_of = cache(self._depends), cache(self._range_of)
+        self._linear = cache(self._as_linear)
 
-    def depends(self, n: int) -> frozenset[str]:
+    def _depends(self, n: int) -> frozenset[str]:
         node = self.build.nodes[n]
         own = frozenset([node.value]) if node.op == "arg" else frozenset()
         return own.union(*(self.depends(a) for a in node.args))
 
-    def range_of(self, n: int, moving: str) -> Range | None:
+    def _range_of(self, n: int, moving: str) -> Range | None:
         """Return the range in which node `n` is True, or None if it is not known."""
         node = self.build.nodes[n]
         if node.kind != BOOL:
@@ -146,7 +166,7 @@ class _Search:
             end = self.build.op("sub", end, self.build.const(step))
         return Range(high=end) if step == 1 else Range(low=end)
 
-    def _linear(self, n: int, moving: str) -> tuple[int, int] | None:
+    def _as_linear(self, n: int, moving: str) -> tuple[int, int] | None:
         """Return (step, rest) if node n is step * moving + rest; `rest` is another node."""
         node = self.build.nodes[n]
         if moving not in self.depends(n):

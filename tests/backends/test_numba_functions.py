@@ -20,7 +20,11 @@ from test_numba_kernels import SPILL_BYTES, compiled, ptxas, resources  # noqa: 
 
 from flashsim import Problem, Tiling  # noqa: E402
 from flashsim.backends.launch import kernel as launch  # noqa: E402
-from flashsim.backends.launch.functions import functions_of  # noqa: E402
+from flashsim.backends.launch.functions import (  # noqa: E402
+    arrays_of_mask,
+    functions_of,
+    sources_of,
+)
 from flashsim.backends.numba_gpu import compiler, ptx  # noqa: E402
 from flashsim.backends.numba_gpu.emit import F32, I16, I32, I64, f32, i32  # noqa: E402
 from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR  # noqa: E402
@@ -158,9 +162,10 @@ def test_fragments_hold_what_the_functions_return(by_row, mask_mod, blocks, mach
     made = functions.fragment_functions(kernel, blocks, 16, by_row=by_row)
     args = np.zeros(1, kernel.args)
     args["softcap"], args["left"], args["right"] = cap, p.left, p.right
-    words = args.view(np.uint64)[-16:]
-    words[:3] = [x.ctypes.data for x in (slopes, table, documents)]
-    words[of.arrays : of.arrays + 2] = [x.ctypes.data for x in sums]  # behind a mask's ranges
+    _, of_masks = arrays_of_mask(p.mask_mod)  # with the ends of ranges, if the mask keeps ranges
+    data = [x.ctypes.data for x in (slopes, table, *of_masks)]
+    packed = sources_of(p)[1].pack(data, [x.ctypes.data for x in sums]).tobytes()
+    args.view(np.uint8)[launch.ARGS.itemsize :][: len(packed)] = np.frombuffer(packed, np.uint8)
     place = b, h, first_q, first_k, p.n_q - 1, p.n_kv - 1
 
     shape = 16 * blocks, 16
@@ -324,6 +329,23 @@ def test_hopper_kernels_compile(stage, more):
     registers, _, spilled = resources(log)
     assert registers <= 168
     assert spilled <= SPILL_BYTES
+
+
+def linear(s, b, h, q, k):
+    return s + slopes[h] * (k - q)
+
+
+@pytest.mark.parametrize("algorithm", ["flash2", "flash2-fused"])
+@pytest.mark.parametrize(("function", "name"), [(linear, "slopes"), (relative, "table")])
+def test_functions_get_scaled_scores(function, name, algorithm):
+    """Unlike C++ kernels, which may add a term to scores minus log-sum-exp."""
+    for wanted in ((), (name,)):
+        p = problem(score_mod=function, score_grads=wanted, head_dim=64)
+        given = p, None, GPUS["sm_90"], "ascending", ""
+        passes = [*HOPPER.forward_passes(*given), *HOPPER.backward_passes(*given, algorithm)]
+        made = [dict(x.kernel.constants) for x in passes if x.kernel.boxes]
+        assert [(x["FS_SCALED"], x["FS_SCORE_MOD"]) for x in made] == [(1, 1)] * len(made)
+        assert len(made) == (2 if algorithm == "flash2-fused" else 3)
 
 
 def ptx_of(family, stage, p, tiling=None):

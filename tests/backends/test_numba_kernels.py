@@ -1,5 +1,6 @@
 """backend="numba_cuda" without a GPU: kernels compile, in registers; what cannot run says so."""
 
+import operator
 import os
 import re
 import shutil
@@ -416,6 +417,75 @@ def test_a_ds_that_is_waited_for_later_has_barriers_of_its_own():
     more = {kind: later.arrivals[kind] for kind in later.arrivals.keys() - now.arrivals.keys()}
     assert more == {"ds_full": (2, 8), "ds_free": (2, 8)}
     assert len(later.barrier_arrivals) == len(now.barrier_arrivals) + 4  # none on another
+
+
+@pytest.mark.parametrize(("block_q", "d"), [(64, 64), (128, 64), (64, 128), (80, 128)])
+@pytest.mark.promise("twice plain attention's error")
+def test_each_warpgroup_reads_and_sends_the_queries_of_its_piece_of_dq(block_q, d, monkeypatch):
+    """Runs the code for shared-memory addresses on integers, thread by thread."""
+    from flashsim.backends.numba_gpu import ptx
+    from flashsim.backends.numba_gpu.hopper import gradients
+    from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
+
+    at = KeysOutside(block_q, 128, d, fused=True, deferred=False)
+    rows, wide, memory, staged, products = at.dq_rows, at.ds_wide, {}, {}, []
+    names = "add", "mul", "xor", "and_"
+    b = types.SimpleNamespace(**{name: getattr(operator, name) for name in names})
+    b.shl, b.lshr = operator.lshift, operator.rshift
+    thread = 0
+
+    def swizzled(address, bytes_per_row):
+        return address ^ (address >> 7 & bytes_per_row // 16 - 1) << 4
+
+    def store_matrices(b, to, four):
+        """Lane l has the address of row l % 8 of matrix l / 8."""
+        lane, (first, *_) = thread % 32, four
+        key = thread // 32 * 16 + lane % 16
+        query = first // 4 * 16 + lane // 16 * 8
+        memory.update({to + 2 * x: (key, query + x) for x in range(8)})
+
+    def wgmma(b, bf16, n, c, left, right, left_at, right_at, **how):
+        products.append((n, right, right_at))
+
+    monkeypatch.setattr(gradients, "i32", int)
+    monkeypatch.setattr(gradients, "lane_of", lambda b: thread % 32)
+    monkeypatch.setattr(ptx, "special", lambda b, name: thread)
+    monkeypatch.setattr(ptx, "again", lambda b, x: x)
+    monkeypatch.setattr(ptx_hopper, "store_matrices", store_matrices)
+    monkeypatch.setattr(ptx_hopper, "store_float", lambda b, to, e: staged.update({to: e}))
+    monkeypatch.setattr(ptx_hopper, "descriptor", lambda b, address, leading: (address, leading))
+    monkeypatch.setattr(ptx_hopper, "wgmma", wgmma)
+
+    def emitted(function, *args):
+        return function.__wrapped__(b, *args)
+
+    for thread in range(256):
+        to = emitted(gradients.ds_place(wide), 0, thread // 128)
+        emitted(gradients.store_ds(128, block_q, wide), to, list(range(block_q // 4)))
+    assert len(memory) == 128 * block_q
+
+    for group in range(2):
+        first = 0 if at.split_columns else group * rows
+        emitted(gradients.queue_dq(True, rows, 128, wide), 0, group * at.ds_part)
+        n, (start, leading), steps = products.pop()
+        assert n == rows
+        assert first % wide == 0 or first % wide + n <= wide  # inside a chunk
+        for x, step in enumerate(steps):
+            for key in range(16):
+                for query in range(n):
+                    chunk, column = divmod(query, wide)
+                    place = start + 16 * step + chunk * leading + (key * wide + column) * 2
+                    assert memory[swizzled(place, 2 * wide)] == (16 * x + key, first + query)
+
+    for thread in range(128):
+        staged.clear()
+        to = emitted(gradients.dq_place(rows), 0)
+        emitted(gradients.stage_dq(rows), to, list(range(rows // 2)))
+        for e in range(rows // 2):
+            column = thread // 32 * 16 + thread % 32 // 4 + e % 4 // 2 * 8
+            query = e // 4 * 8 + thread % 4 * 2 + e % 2
+            box = column // 32 * rows * 128
+            assert staged[swizzled(box + query * 128 + column % 32 * 4, 128)] == e
 
 
 def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():

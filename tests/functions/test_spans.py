@@ -37,7 +37,13 @@ RANGES = {
     "chunks": lambda b, h, q, k: ((q + 3) // 8 == (k + 3) // 8) & (k <= q),
     "everything": lambda b, h, q, k: True,
 }
+far = np.array([5, 1 << 30], np.int32)
 OTHERS = {
+    "no limit": lambda b, h, q, k: k - q <= 2**31 - 1,  # q + 2**31 - 1 would overflow
+    "no limit on either side": lambda b, h, q, k: abs(q - k) <= 2**31 - 1,
+    "beyond 32 bits": lambda b, h, q, k: k - q <= 2**63 - 1,
+    "a chunk far away": lambda b, h, q, k: k // 4 == far[b],
+    "a mixed number": lambda b, h, q, k: mixed(q) + k <= 9,
     "dilated": lambda b, h, q, k: (q - k) % 3 == 0,
     "two ranges": lambda b, h, q, k: (q >= k) & ((k < 4) | (q - k <= 6)),
     "no order": lambda b, h, q, k: shuffled[q] == shuffled[k],
@@ -46,6 +52,13 @@ OTHERS = {
     "by columns": lambda b, h, q, k: (shuffled[k] > 10) & (q >= k),
     "all but a range": lambda b, h, q, k: ~(q >= k) | (k < 3) | (q < 2),
 }
+
+
+def mixed(x):
+    """A number that uses each number before it twice: there are 2**40 paths to `x`."""
+    for _ in range(40):
+        x = (3 * x) ^ (x >> 1)
+    return x
 
 
 def kept_by(mask: MaskFunction, spans: Spans) -> tuple[np.ndarray, np.ndarray]:

@@ -93,7 +93,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
     ds_wide, dq_rows = at.ds_wide, at.dq_rows
     # Offsets of a warpgroup's columns of K and of its queries of dS.
     k_part = block_k * 128 if at.split_columns else 0
-    ds_part = 0 if at.split_columns else dq_rows * block_k * 2
+    ds_part = at.ds_part
     kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
     full, free = at.barrier("full"), at.barrier("free")
     # Two mbarriers for deferred dQ. One signals that all keys of a visit's dS are written, so that

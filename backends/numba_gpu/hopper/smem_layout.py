@@ -214,6 +214,15 @@ class KeysOutside(ByKeys):
         return self.block_q if self.split_columns else self.block_q // 2
 
     @property
+    def ds_part(self) -> int:
+        """The bytes from the first query of dS^T to the first query of warpgroup 1's piece of dQ.
+
+        The piece may begin inside a chunk of `ds_wide` queries, in which a row is one key.
+        """
+        first = 0 if self.split_columns else self.dq_rows
+        return (first // self.ds_wide * self.block_k * self.ds_wide + first % self.ds_wide) * 2
+
+    @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
         """The one or two ranges of columns of dQ that a warpgroup writes to shared memory."""
         return ((0, 64 if self.split_columns else 0, 64 if self.fused else 0),)

@@ -256,7 +256,7 @@ class _Fragment:
         self.of_score = len(arrays)
         #: The captured arrays with gradients, by name: the numbers of the gradients' addresses.
         found = [x.name for x in arrays if of is not None and x.name in of.wanted]
-        first = 0 if of is None else of.arrays
+        first = 0 if of is None else of.first_sum
         self.sums = {name: first + x for x, name in enumerate(found)}
         #: The position of each element, relative to the lane's first one.
         self.where: list[dict[str, int]] = []
