@@ -888,12 +888,25 @@ def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
     assert backward == teaching_run.shared_bytes(problem, tiling, "backward")
 
 
+#: Runs pytest on one core: the simulator's threads take turns, and on two cores they need twice the
+#: CPU time.
+PYTEST_ON_ONE_CORE = """
+import os, sys, pytest
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("cases", ["not thorough", thorough("thorough")])
 def test_teaching_kernels_are_right_in_the_simulator(cases):
     """Runs tests/gpu/test_numba_teaching.py in a process where Numba simulates the GPU."""
     tests = Path(__file__).parents[1] / "gpu" / "test_numba_teaching.py"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", cases, str(tests)],
+        [
+            *(sys.executable, "-c", PYTEST_ON_ONE_CORE),
+            *("-q", "-p", "no:cacheprovider", "-m", cases, str(tests)),
+        ],
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
         cwd=tests.parents[2],
         capture_output=True,
