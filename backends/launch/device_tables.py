@@ -150,8 +150,8 @@ def refuse(problem: Problem) -> None:
     """Raise `UnsupportedError` if the problem has a mask function written in Python, or a bias."""
     if problem.mask is not None:
         raise UnsupportedError(
-            "the GPU kernels cannot call a Python mask function; use backend='simulator' or "
-            "'numba', or express the mask by causal=, window= or block_mask="
+            "the GPU kernels cannot call a Python mask function (mask=); use backend='simulator' "
+            "or 'numba', or express the mask by causal=, window=, block_mask= or mask_mod="
         )
     if problem.bias is not None:
         raise UnsupportedError(

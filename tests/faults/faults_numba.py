@@ -150,6 +150,13 @@ FAULTS = {
         *(GRADIENTS, "piece = b.xor(b.lshr(lane, i32(4)), turn)", "piece = b.lshr(lane, i32(4))"),
         RAGGED,
     ),
+    "hopper-dq-of-other-keys": Fault(
+        "with 64 queries per tile and 64 columns, half of dQ reads the dS of other keys",
+        f"{NUMBA}.hopper.smem_layout",
+        "(first // self.ds_wide * self.block_k * self.ds_wide + first % self.ds_wide) * 2",
+        "first * self.block_k * 2",
+        ("backends/test_numba_kernels.py", "-k", "piece_of_dq"),
+    ),
     "hopper-dq-half-of-a-piece": Fault(
         "only one box of a piece of dQ is sent off",
         *(GRADIENTS, "for box in range(wide // 32):", "for box in range(1):", RAGGED),
