@@ -312,7 +312,8 @@ def check_hopper(kernel, text, groups, limit):
 @pytest.mark.parametrize(
     ("name", "stage", "report"),
     [
-        *(("64 causal", "deferred", ""), kernels_only("64 causal", "dq", "")),
+        # `make test` has "deferred" in a cluster: test_a_deferred_launch_of_clusters_...
+        *(kernels_only("64 causal", stage, "") for stage in ("deferred", "dq")),
         *(kernels_only("128", "fused", ""), kernels_only("128", "deferred", "")),
         *(
             thorough(name, stage, "")
@@ -385,7 +386,7 @@ def test_the_wide_backwards_assemble_in_registers_and_asynchronously(name, softc
 
 @pytest.mark.parametrize(
     ("name", "loads"),
-    [("64 causal", 128 // 8), kernels_only("128", 0), kernels_only("64 softcap", 0)],
+    [kernels_only(*x) for x in (("64 causal", 128 // 8), ("128", 0), ("64 softcap", 0))],
 )
 def test_statistics_of_the_next_visit_are_loaded_under_the_last_products(name, loads):
     """At 128 rows those of the scores, unless a softcap needs these without them."""
@@ -595,12 +596,27 @@ def check_cluster(kernel):
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        *(("64", 0), kernels_only("64", 1), kernels_only("128", 1), kernels_only("few", 0)),
+        *(kernels_only(*x) for x in (("64", 0), ("64", 1), ("128", 1), ("few", 0))),
         *(thorough("128", 0), thorough("128", 2)),
     ],
 )
 def test_the_launches_of_a_pass_assemble_in_registers_and_asynchronously(name, number):
     check_cluster(launches(HOPPER, LAUNCHES[name][0])[number].kernel)
+
+
+def test_a_deferred_launch_of_clusters_assembles_in_registers_and_asynchronously():
+    """One kernel with a cluster, another launch behind it and a deferred dQ.
+
+    `make kernels` compiles kernels that have only some of them.
+    """
+    kernel = launches(Deferring(**vars(HOPPER)), LAUNCHES["64"][0])[0].kernel
+    constants = dict(kernel.constants)
+    assert (kernel.cluster, constants["FS_DEFERRED"], constants["FS_MORE"]) == (8, 1, 1)
+    check_cluster(kernel)
+    text = compiled(kernel)
+    assert "cp.reduce.async.bulk.tensor" in text
+    assert "red.release" not in text
+    assert loads_under_the_last_products(ptxas(text)[1]) == 128 // 8
 
 
 @dataclass(frozen=True)
