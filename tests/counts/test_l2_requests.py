@@ -202,7 +202,7 @@ def test_a_visit_with_a_mask_takes_longer():
 
 
 def test_a_block_that_no_other_block_helps_waits_for_dram():
-    """Two blocks share head 0 and miss by turns; the only block of head 1 misses always."""
+    """Two blocks share head 0 and miss alternately; the only block of head 1 misses always."""
     p = Problem(128, 2048, head_dim=64, heads=2, dtype="bfloat16")
     traffic = flashsim.count(p, tiling=Tiling(64, 64), device="H100")
     traffic.device = replace(traffic.device, sm_count=3)
