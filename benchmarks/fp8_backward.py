@@ -53,7 +53,8 @@ _SCORES = (
     ),
 )
 _GRADIENTS = (
-    ("BLOCK_Q == 128 ? 32 : FS_SCORE_MOD ? 64 : 16", "32"),  # dV in slices of 32 queries
+    # dV in slices of 32 queries
+    ("BLOCK_Q == 128 ? 32 : FS_SCORE_MOD && !FS_DISTANCES ? 64 : 16", "32"),
     ("descriptor(visited, BLOCK_Q * 128)", "descriptor(visited, 0)"),
     ("x = first / 16; x < (first + rows) / 16", "x = first / 32; x < (first + rows) / 32"),
     (

@@ -159,8 +159,8 @@ __device__ __forceinline__ float added_term(const Args&, const Head&, FlashAt, F
 
 // Returns P of a raw score. Replaces the score by P times the function's slope, from which dS is
 // computed. With FS_SCORE_LATE the raw score stays, and function_gradient computes dS from the
-// rounded P. With FS_ADDED the log-sum-exp is subtracted from the score already. Unless KEPT, `inside`
-// says whether the masks keep the score.
+// rounded P. With FS_ADDED the log-sum-exp is subtracted from the score already. Unless KEPT,
+// `inside` says whether the masks keep the score.
 template <bool KEPT, class... Tile>
 __device__ __forceinline__ float probability(const Args& a, const Head& at, float& S, float factor,
                                              float minus_lse, FlashAt q, FlashAt k, bool inside,

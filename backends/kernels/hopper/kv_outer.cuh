@@ -262,7 +262,8 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
             // of raw scores if these start at them.
             const float factor = FS_STARTED ? -unit : LOG2E;
             const Head head = head_of(a, it, step);
-            const int nearest = head.query(first).base - head.key(it.own.start).base - FS_BLOCK_K + 1;
+            const int nearest =
+                head.query(first).base - head.key(it.own.start).base - FS_BLOCK_K + 1;
 #pragma unroll
             for (int x = 0; x < DISTANCES; x += 32) {
                 s.distances[ring.stage][x + lane] =
