@@ -173,8 +173,7 @@ _MOST_EXACT = 256
 def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
     """Return the cached `Ready` for these tensor types; if none is cached, check the call first."""
     key = _key(q, k, v, question)
-    found = _EXACT.get(key)
-    return _found(key, q, k, v) or first(key, q, k, v, question) if found is None else found
+    return _EXACT.get(key) or _found(key, q, k, v) or first(key, q, k, v, question)
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
