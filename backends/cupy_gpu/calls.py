@@ -419,21 +419,16 @@ class Plan:
     def _buffers(
         self, one: KernelPass, space: arrays.Space, trace: bool | str
     ) -> dict[str, cupy.ndarray]:
-        p, tables = one.tables.schedule.problem, one.tables
-        heads = p.batch * p.heads
+        visits, tiles = one.visit_records, (one.walks, one.tables.tiles)
         shapes = {
-            "visit_counts": (heads, tables.n_visits, launch.SLOTS),
-            "tile_counts": (one.walks, tables.tiles, launch.SLOTS),
+            "visit_counts": (*visits, launch.SLOTS),
+            "tile_counts": (*tiles, launch.SLOTS),
         }
         made = {name: space.zeros(shape, "uint32") for name, shape in shapes.items()}
         if trace == "timeline":
             roles = one.kernel.roles
-            made["visit_stamps"] = space.zeros(
-                (heads, tables.n_visits, roles, launch.VISIT_STAMPS), "uint64"
-            )
-            made["tile_stamps"] = space.zeros(
-                (one.walks, tables.tiles, roles, launch.TILE_STAMPS), "uint64"
-            )
+            made["visit_stamps"] = space.zeros((*visits, roles, launch.VISIT_STAMPS), "uint64")
+            made["tile_stamps"] = space.zeros((*tiles, roles, launch.TILE_STAMPS), "uint64")
         return made
 
     def _timeline(self, reports: list[dict[str, cupy.ndarray]]) -> np.ndarray:

@@ -18,6 +18,7 @@ from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem
 
@@ -340,7 +341,7 @@ def _planned(
         family = family_of(job, gpu, direction)
         given = (problem, tiling, gpu, key_order, _report(job))
         if direction == "forward":
-            passes = family.forward_passes(*given)
+            passes = family.forward_passes(*given, job.options.get("pack_gqa"))
         else:
             passes = family.backward_passes(*given, algorithm, ordered)
         how: dict[str, Any] = {}
@@ -427,7 +428,7 @@ def require_gpu() -> None:
 def _check(job: Job) -> None:
     p = job.problem
     for option in DECODING:
-        if option in job.options:
+        if option in job.options and option != "pack_gqa":
             raise OptionError(
                 f"the option {option}= works only with algorithm={DECODE!r}, got "
                 f"algorithm={job.algorithm!r}; leave out {option}="
@@ -443,6 +444,7 @@ def _check(job: Job) -> None:
     tf32 = job.options.get("allow_tf32", False)
     if not isinstance(tf32, bool):
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
+    checks.flag("pack_gqa", job.options.get("pack_gqa", False))
 
 
 def _no_fp8_gradients(job: Job) -> None:

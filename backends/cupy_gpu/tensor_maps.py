@@ -33,6 +33,9 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     itemsize = 4 if dtype == "float32" else p.itemsize
     batch_step, head_step, row_step = (s * itemsize for s in strides)
     shape, steps = [d, n, heads, p.batch], [row_step, head_step, batch_step]
+    if box.heads > 1:  # packed heads
+        shape = [d, box.heads, n, heads // box.heads, p.batch]
+        steps = [head_step, row_step, box.heads * head_step, batch_step]
     if box.transposed:
         shape[:2] = whole_sixteens(n), d
     if p.cu_seqlens_q is not None:
@@ -79,6 +82,7 @@ def _encoded(
     `steps` are the strides in bytes of all axes except the contiguous one.
     """
     rank = len(shape)
+    sides = [box.columns, *([box.heads] if box.heads > 1 else []), box.rows // box.heads]
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _MAP_ALIGNMENT
     made = storage[start : start + _MAP_BYTES]
@@ -89,7 +93,7 @@ def _encoded(
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * rank)(*shape),
         (ctypes.c_uint64 * (rank - 1))(*steps),
-        (ctypes.c_uint32 * rank)(box.columns, box.rows, *[1] * (rank - 2)),
+        (ctypes.c_uint32 * rank)(*sides, *[1] * (rank - len(sides))),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # no interleaving
         _SWIZZLES[box.swizzle],

@@ -55,6 +55,11 @@ using i64 = long long;
 #ifndef FLASH_BOUND
 #define FLASH_BOUND 0.0f  // upper bound of |result| of a score function
 #endif
+#ifndef FS_PACK
+// Query heads whose rows share a row tile of the Hopper forward: 1, or a GQA group. Row r of a tile
+// is then query r / FS_PACK of the group's head r % FS_PACK.
+#define FS_PACK 1
+#endif
 #ifndef FS_SINKS
 #define FS_SINKS 0  // 1 if each head has an attention sink: one more score, without a value
 #endif
@@ -92,8 +97,9 @@ struct Args {
     const int *ptr, *index, *kind; // Schedule.row_csr or col_csr
     const int* order;              // outer tiles, in the order in which blocks take them
     const int* ranks;  // rank of each visit among the ordered additions to dQ (device_tables.py)
-    u32 *visit_counts, *tile_counts;  // bytes moved: (query heads, n_visits, 8), (walks, tiles, 8)
-    u64 *visit_stamps, *tile_stamps;  // (query heads, n_visits, 5), (walks, tiles, 5)
+    // bytes moved: (query heads, n_visits, 8), or (walks, n_visits, 8) with FS_PACK; (walks, tiles, 8)
+    u32 *visit_counts, *tile_counts;
+    u64 *visit_stamps, *tile_stamps;  // the same, with 5 numbers each
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;
     int first, stop;               // range of work tiles of this launch (hopper/backward.cu)
     float scale, softcap;
@@ -148,7 +154,7 @@ __device__ inline Range row_tile(const Args& a, int i) {
     const int4 t = a.rows[i];
     return {t.x, t.y, t.z};
 #else
-    return {i * FS_BLOCK_Q, min((i + 1) * FS_BLOCK_Q, a.n_q), a.n_kv - a.n_q};
+    return {i * FS_BLOCK_Q, min((i + 1) * FS_BLOCK_Q, a.n_q * FS_PACK), a.n_kv - a.n_q};
 #endif
 }
 __device__ inline Range col_tile(const Args& a, int j) {
@@ -173,6 +179,10 @@ __device__ inline Work take_work(const Args& a) {
     const int rest = block % whole;
     return {first + rest % size, a.order[rest / size]};
 }
+
+// The query of a row, and its head in the group.
+__device__ inline int query_of(int row) { return u32(row) / FS_PACK; }
+__device__ inline int member_of(int row) { return u32(row) % FS_PACK; }
 
 // -- Which scores ---------------------------------------------------------------------------------
 // Query q keeps keys lo(q) <= k <= hi(q). Without a window or causal mask, the comparison compiles

@@ -122,6 +122,9 @@ class Variant:
 
     With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
     a launch lets the next launch of the pass begin.
+
+    `pack` is the number of query heads whose rows share a row tile of the Hopper forward: the heads
+    of a GQA group, or 1.
     """
 
     spans: bool
@@ -139,6 +142,7 @@ class Variant:
     more: bool = False
     fused: bool = False
     ordered: bool = False
+    pack: int = 1
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,8 @@ class Box:
 
     `swizzle` is the width of the box in bytes. Inside the box, TMA permutes 16-byte pieces to avoid
     bank conflicts. If `transposed`, the tensor has shape (.., d, n), where n is padded to a
-    multiple of 16.
+    multiple of 16. With packed heads, `heads` is the number of query heads per group: row r of the
+    box is then query r // heads of head r % heads.
     """
 
     tensor: str
@@ -155,6 +160,7 @@ class Box:
     columns: int
     swizzle: int = 128
     transposed: bool = False
+    heads: int = 1
 
 
 @dataclass(frozen=True)

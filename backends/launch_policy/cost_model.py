@@ -18,6 +18,7 @@ from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tiling import Tiling
 
 
@@ -127,10 +128,13 @@ _ROUNDS = 12
 
 
 @lru_cache(maxsize=512)
-def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
+def microseconds(
+    problem: Problem, tiling: Tiling, times: Times, processors: int, split: Split = WHOLE
+) -> float:
     """Return the predicted µs of a forward launch that has one block per SM."""
-    visits = Schedule(problem, tiling).visit_counts
-    return _launch(times.items(visits), problem.batch * problem.heads, processors)
+    schedule = Schedule(problem, tiling, split=split)
+    walks = problem.batch * problem.heads // schedule.members
+    return _launch(times.items(schedule.visit_counts), walks, processors)
 
 
 @lru_cache(maxsize=512)

@@ -14,6 +14,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.head_grouping import clump_size
 from flashsim.schedule.schedule import KeyOrder, Schedule
+from flashsim.schedule.split import Split
 from flashsim.schedule.tiling import Tiling
 
 #: A kernel's variant before the schedule's tables and the report determine the rest.
@@ -21,13 +22,18 @@ PLAIN = Variant(spans=True, descending=False)
 
 
 class PassRequest(NamedTuple):
-    """A pass whose tiling is not yet chosen. With `ordered`, blocks add to dQ in a fixed order."""
+    """A pass whose tiling is not yet chosen. With `ordered`, blocks add to dQ in a fixed order.
+
+    `pack_gqa` says whether the query heads of a GQA group share a row tile of a forward pass. If it
+    is None, the family decides (`Family.packs`).
+    """
 
     problem: Problem
     gpu: Gpu
     direction: str
     algorithm: str = "flash2"
     ordered: bool = False
+    pack_gqa: bool | None = None
 
     @property
     def wide(self) -> int:
@@ -54,7 +60,10 @@ class Walked(NamedTuple):
 
     @property
     def walks(self) -> int:
-        """The number of loops over the schedule: one per query head, or per KV head if KV-outer."""
+        """The number of loops over the schedule.
+
+        There is one per query head, or one per KV head if the loop is KV-outer or packs heads.
+        """
         return plans.heads_of(self.stage, self.problem)[0]
 
     @property
@@ -142,6 +151,10 @@ class Family(ABC):
         assert chosen is not None  # otherwise `refused` was raised
         return chosen
 
+    def packs(self, asked: PassRequest, tiling: Tiling | None) -> bool:
+        """Return whether the query heads of a GQA group share the row tiles of a forward pass."""
+        return False
+
     # -- which kernel ---------------------------------------------------------------------------
 
     @abstractmethod
@@ -225,15 +238,23 @@ class Family(ABC):
     # -- launches -------------------------------------------------------------------------------
 
     def forward_passes(
-        self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        key_order: KeyOrder,
+        report: str,
+        pack_gqa: bool | None = None,
     ) -> tuple[KernelPass, ...]:
         """Return the forward pass's single launch, in a tuple.
 
         If `tiling` is None, the method `choose` picks it. With the `report` "counts", the kernels
-        record the bytes that they move. With "timeline", the kernels record time stamps too. The
+        record the bytes that they move. With "timeline", the kernels record time stamps too. If
+        `pack_gqa` is None, the method `packs` decides whether query heads share row tiles. The
         method raises `TilingError` or `UnsupportedError`.
         """
-        return _passes(self, PassRequest(problem, gpu, "forward"), tiling, key_order, report)
+        asked = PassRequest(problem, gpu, "forward", pack_gqa=pack_gqa)
+        return _passes(self, asked, tiling, key_order, report)
 
     def backward_passes(
         self,
@@ -264,9 +285,18 @@ def widest(problem: Problem) -> int:
 def _passes(
     family: Family, asked: PassRequest, tiling: Tiling | None, key_order: KeyOrder, report: str
 ) -> tuple[KernelPass, ...]:
-    problem, gpu, direction, algorithm, ordered = asked
+    problem, gpu, direction, algorithm, ordered, pack_gqa = asked
     if not family.takes_functions:
         refuse_functions(problem, family.name, family.elsewhere)
+    split = Split(pack_gqa=family.packs(asked, tiling))
+    if pack_gqa and problem.group > 1 and not split.pack_gqa:
+        raise UnsupportedError(
+            f"the {family.name} kernels cannot pack the query heads of this forward pass; only the "
+            "C++ kernels for Hopper can, for float16 and bfloat16, groups of 2, 4, 8, 16, 32 or 64 "
+            "heads, and no packed sequences, block mask, functions, bias or sinks; leave out "
+            "pack_gqa="
+        )
+    asked = asked._replace(pack_gqa=split.pack_gqa)
     tiling = family.choose(problem, tiling, *asked[1:])
     if ordered and not (algorithm == "flash2-fused" and family.orders_dq(problem)):
         raise UnsupportedError(
@@ -275,9 +305,9 @@ def _passes(
             "three passes are deterministic"
         )
     passes = []
-    for stage in plans.stages(problem, algorithm, direction):
+    for stage in plans.stages(problem, algorithm, direction, split):
         by: Literal["row", "col"] = "row" if stage.outer == "queries" else "col"
-        tables = lower(Schedule(problem, tiling, stage.outer, key_order), by)
+        tables = lower(Schedule(problem, tiling, stage.outer, key_order, split=split), by)
         tables = in_turns(tables) if ordered and by == "col" else tables
         how = family.hand_out(stage, tables, gpu, ordered=ordered, report=report)
         variant = replace(
@@ -290,6 +320,7 @@ def _passes(
             once=stage.once,
             fused=algorithm != "flash2",
             ordered=ordered,
+            pack=tables.schedule.members,
         )
         walks, _ = plans.heads_of(stage, problem)
         first, launches, clump = 0, list[KernelPass](), how.clump

@@ -3,7 +3,9 @@
 The notebook docs/notebooks/hopper.md describes the kernels' development.
 """
 
+import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import functions
@@ -34,6 +36,7 @@ from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.head_grouping import held
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.split import Split
 from flashsim.schedule.tiling import Tiling
 
 CAPABILITY = (9, 0)
@@ -51,15 +54,17 @@ class Hopper(Family):
 
     Error texts for unsupported passes suggest the kernel family that `instead` names. With
     `brings_tiles`, kernels load parts of a captured array in advance, and add a linear term of the
-    score function by a product.
+    score function by a product. With `packs_heads`, query heads of a GQA group may share the row
+    tiles of a forward pass.
     """
 
     instead: str = "portable"
     brings_tiles: bool = False
+    packs_heads: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return the reason why the Hopper kernels cannot run this pass, or None if they can."""
-        problem, gpu, direction, algorithm, _ = asked
+        problem, gpu, direction, algorithm = asked[:4]
         if gpu.compute_capability != CAPABILITY:
             return f"they need compute capability 9.0, and {gpu.name} has " + ".".join(
                 map(str, gpu.compute_capability)
@@ -109,9 +114,9 @@ class Hopper(Family):
                 return (Tiling(64, 128),)
             low, high = Tiling(64, 128), Tiling(80, 128)
             return (high, low) if d <= 80 else (low, high)
+        times, launch_time = _forward_times(d), partial(microseconds, split=_split(asked))
         if d <= 128:
-            times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
-            best = list(fastest_first(problem, times, gpu.multiprocessors))
+            best = list(fastest_first(problem, times, gpu.multiprocessors, launch_time))
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
             ramp = self.brings_tiles and hopper_kernels.adds_ramp(problem)
             scored = problem.score_mod is not None and not ramp
@@ -121,9 +126,8 @@ class Hopper(Family):
                 best.sort(key=lambda t: t.block_k > 128 or t.block_q > rows)
             best += [Tiling(128, 64)]  # divides common block masks
         else:
-            times = HOPPER_FORWARD_WIDE[192 if d <= 192 else 256]
             processors = gpu.multiprocessors
-            best = sorted(times, key=lambda t: microseconds(problem, t, times[t], processors))
+            best = sorted(times, key=lambda t: launch_time(problem, t, times[t], processors))
         if self.brings_tiles and functions.tile_of(problem):
             best.sort(key=lambda t: not self.rings(problem, t, gpu).tile)
         return tuple(
@@ -135,6 +139,31 @@ class Hopper(Family):
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
         # With ordered dQ, fewer row tiles mean fewer waits for a turn.
         return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
+
+    def packs(self, asked: PassRequest, tiling: Tiling | None) -> bool:
+        """Return whether the query heads of a GQA group share the row tiles of a forward pass.
+
+        Unless the caller decides, they do if the cost model predicts that this is faster: fewer
+        rows of the last row tiles do not exist, and under a causal mask or a window, row tiles
+        have fewer queries and so visit fewer key tiles.
+        """
+        p = asked.problem
+        possible = self.packs_heads and hopper_kernels.packs_heads(p)
+        if asked.direction != "forward" or asked.pack_gqa is False or not possible:
+            return False
+        if asked.pack_gqa or self.why_not(asked, tiling):
+            return bool(asked.pack_gqa)
+        times = _forward_times(asked.wide)
+
+        def took(packed: bool) -> float:
+            request = asked._replace(pack_gqa=packed)
+            tile = tiling or self.fastest(request)
+            if tile not in times:  # only for block masks
+                return math.inf
+            given = p, tile, times[tile], asked.gpu.multiprocessors
+            return microseconds(*given, _split(request))
+
+        return took(True) < took(False)
 
     def refused(self, reason: str) -> UnsupportedError:
         """Return the error to raise if `why_not` returned `reason`."""
@@ -244,9 +273,10 @@ class Hopper(Family):
         heads come first.
         """
         p, (stage, tables, gpu) = walk.problem, walk
+        group = p.group if stage.per == "head" else 1  # walks that share K and V
         shared = functions.heads_share(p, gpu.l2_bytes // 8)
         if tables.ranks is None and walk.alike and not shared:
-            return p.group if stage.per == "head" else 1
+            return group
         size, processors = super().clump(walk), gpu.multiprocessors
         if _drifts(walk):
             if self.in_step(walk, 1):
@@ -263,7 +293,7 @@ class Hopper(Family):
         few = processors // 8
         short = stage.name == "forward" and 0 < few * tables.tiles <= processors
         if short and walk.walks * tables.tiles >= 8 * processors:
-            size = min(size, max(1, few // p.group) * p.group)
+            size = min(size, max(1, few // group) * group)
         return size
 
     def in_step(self, walk: Walked, clump: int) -> bool:
@@ -324,7 +354,17 @@ class Hopper(Family):
         return replace(made, overlaps=True)
 
 
-HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
+HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True, packs_heads=True)
+
+
+def _forward_times(wide: int) -> dict[Tiling, Times]:
+    """Return the forward kernel's `Times` per tile; `wide` is the larger head dimension."""
+    known = HOPPER_FORWARD | HOPPER_FORWARD_WIDE
+    return next(times for widest, times in known.items() if wide <= widest)
+
+
+def _split(asked: PassRequest) -> Split:
+    return Split(pack_gqa=bool(asked.pack_gqa))
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:

@@ -1,5 +1,6 @@
 """Compute each Hopper kernel's threads, shared memory (``struct OnChip``) and TMA boxes."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from flashsim.backends.launch import functions
@@ -36,6 +37,9 @@ def forward_kernel(
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
+    if variant.pack > 1:
+        more |= {"PACK": variant.pack}
+        boxes = replace(boxes[0], heads=variant.pack), *boxes[1:]
     if rings.tile and tile is not None:
         size = tile.spec.itemsize
         more |= {
@@ -52,6 +56,17 @@ def forward_kernel(
     more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
+
+
+def packs_heads(problem: Problem) -> bool:
+    """Return whether the forward kernel can pack the query heads of a group into row tiles.
+
+    A TMA box of 64 rows then has all heads of some queries, so the group must divide 64. A box of
+    packed sequences has no axis left for the heads. Functions and sinks expect one head per tile.
+    """
+    p = problem
+    plain = p.banded and p.cu_seqlens_q is None and p.score_mod is None and not p.sinks
+    return p.group > 1 and 64 % p.group == 0 and plain
 
 
 #: Stages of the ring buffer of elements that depend on the distance between query and key.

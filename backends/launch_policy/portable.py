@@ -17,7 +17,7 @@ class Portable(Family):
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return the reason why these kernels cannot run this pass, or None if they can."""
-        problem, gpu, direction, algorithm, _ = asked
+        problem, gpu, direction, algorithm = asked[:4]
         if direction == "backward" and algorithm == "flash2-once":
             return (
                 "the portable kernels have no algorithm='flash2-once', since they accumulate dQ in "

@@ -22,13 +22,14 @@ def stage_trace(
     """Return a stage's trace events with the bytes that the kernel reported.
 
     `tile_counts` is uint32 (walks, tiles, SLOTS), and `visit_counts` uint32 (batch * heads,
-    n_visits, SLOTS). `TraceError` means that two heads moved different numbers of bytes, which only
+    n_visits, SLOTS), or (walks, n_visits, SLOTS) if heads are packed. `TraceError` means that two heads moved different numbers of bytes, which only
     a broken kernel does.
     """
-    repeat, stride = plans.heads_of(stage, schedule.problem)
+    repeat, _ = plans.heads_of(stage, schedule.problem)
     tiles = one_walk(stage.name, tile_counts.reshape(repeat, -1, tile_counts.shape[-1]))
     visits = one_walk(stage.name, visit_counts.reshape(repeat, -1, visit_counts.shape[-1]))
-    visits = visits.reshape(stride, -1, visits.shape[-1])
+    members = plans.members_of(stage, schedule.problem, schedule.split)
+    visits = visits.reshape(members, -1, visits.shape[-1])
     heights, widths = (
         np.diff(x[:, :2])[:, 0].astype(np.int64) for x in (schedule.rows, schedule.cols)
     )

@@ -41,7 +41,8 @@ def spans(
     `stage` is the index of the stage in the trace. `tile_stamps`, a uint64 array (walks, tiles,
     roles, 5), holds for each role the SM, cycles and ns at the block's start, and cycles and ns at
     its end. If there are several roles, role 0 is the producer; a single role is the entire block.
-    `visit_stamps` is a uint64 array (batch * heads, n_visits, roles, 5). `clock_khz` is the clock
+    `visit_stamps` is a uint64 array (batch * heads, n_visits, roles, 5). If heads are packed, its
+    first axis has the groups, and a span has the number of its group's first head. `clock_khz` is the clock
     rate for SMs whose blocks were too short to measure it. A block or consumer has five spans per
     visit, and one span per outer tile. A producer has two spans per visit.
     """
@@ -61,13 +62,15 @@ def spans(
         for phase, (begin, end) in (_PRODUCER_SPANS if role == _PRODUCER else SPANS).items():
             part = np.zeros((heads, n_visits), TIMELINE)
             part["stage"], part["phase"], part["role"] = stage, PHASES.index(phase), role
-            part["head"], part["sm"] = np.arange(heads)[:, None], sm
+            part["head"], part["sm"] = np.arange(heads)[:, None] * schedule.members, sm
             part["i"], part["j"], part["visit"] = i, j, np.arange(n_visits)
             part["start_ns"], part["end_ns"] = times[..., begin], times[..., end]
             parts.append(part.ravel())
         if role != _PRODUCER:
             mine = blocks[:, :, number]
-            parts.append(_stores(stage, by, mine, clock, times, ptr, heads // walks, role))
+            stores = _stores(stage, by, mine, clock, times, ptr, heads // walks, role)
+            stores["head"] *= schedule.members
+            parts.append(stores)
     return np.concatenate(parts)
 
 

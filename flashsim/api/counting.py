@@ -93,7 +93,8 @@ def count(
         The options of "flash-decode", as in `run`. Pages and latent attention must also be part of
         the problem.
     splits, pack_gqa, cache_seqlens, shared_prefix
-        Fields of `DecodeOptions`, in place of `decode`.
+        Fields of `DecodeOptions`, in place of `decode`. `pack_gqa` (default: False) also applies to
+        the forward pass of the "flash2" algorithms.
     direction : {"forward", "backward"}
     level : {"requested", "dram"}
         Which bytes to count: those of every tile transfer, or only those that miss in a model of
@@ -128,6 +129,11 @@ def count(
     if direction == "forward":
         tiling, split = choose(problem, tiling, device, algorithm, **fields)
     else:
+        if fields.get("pack_gqa"):
+            raise OptionError(
+                "a backward pass packs no query heads; leave out pack_gqa=, or pass "
+                "direction='forward'"
+            )
         tiling, split = tiling or Tiling.fit(problem, device, algorithm, direction), WHOLE
     order = inputs.check_key_order(key_order)
     requested = traffic.count_schedule(problem, tiling, algorithm, direction, device, order, split)

@@ -113,6 +113,10 @@ def run(
         - "flash-decode", "simulator" and "cupy": each field of `DecodeOptions` by its name, in
           place of `decode`: `splits`, `pack_gqa`, `cache_seqlens`, `block_table`, `shared_prefix`,
           `head_dim_v` (with v=None) and, for "cupy", `workspace`.
+        - The "flash2" algorithms, "simulator" and "cupy": with `pack_gqa`, the query heads of a KV
+          head share row tiles in the forward pass. Row r is then query r // group of head
+          r % group. "simulator" packs heads only with True. "cupy" decides itself, unless it is
+          True (only Hopper's kernels) or False; `Result.trace` says what ran.
         - "simulator": `precision`, a `flashsim.Precision`, sets the type at every rounding point.
           It cannot be combined with a trace, since it changes no size.
         - "numba": `threads` is the number of threads; default: every CPU that this process may use.

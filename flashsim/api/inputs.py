@@ -237,8 +237,12 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def check_decoding(algorithm: str, options: Iterable[str]) -> None:
-    """Raise `OptionError` for decoding options of an algorithm that does not split the keys."""
-    used = [name for name in options if name in DECODING]
+    """Raise `OptionError` for decoding options of an algorithm that does not split the keys.
+
+    FlashAttention-2's forward pass can also pack query heads.
+    """
+    packs = ("pack_gqa",) if algorithm in plans.PACKING else ()
+    used = [name for name in options if name in DECODING and name not in packs]
     if used and not plans.splits_keys(algorithm):
         raise OptionError(
             f"{algorithm!r} does not take {', '.join(used)}, because it processes all keys of a "

@@ -28,7 +28,7 @@ from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 
 #: Options that may be None, which is the same as leaving them out.
-_OR_NONE = {*CACHES, "precision"}
+_OR_NONE = {*CACHES, "precision", "pack_gqa"}
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,11 @@ class Forms:
         """Return the bytes of a forward stage under schedule `s`, as ``{(op, tensor): bytes}``."""
         h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
         d, dv = self.p.head_dim, self.p.head_dim_v
+        walks = h // s.members
         scores, keys, values = (
-            h * sums.area * r,
-            h * sums.row_cols * d * e,
-            h * sums.row_cols * dv * e,
+            walks * sums.area * r,
+            walks * sums.row_cols * d * e,
+            walks * sums.row_cols * dv * e,
         )
         bias = loads(bias=scores) if self.lead else {}
         if stage == "scores":
@@ -145,7 +146,7 @@ class Forms:
         if stage == "convert":
             return loads(O_acc=self.o(a)) | stores(O=self.o(r))
         if stage in ("split", "combine"):
-            return self._decode(stage, s, h // s.members)
+            return self._decode(stage, s, walks)
         if algorithm == "flash1":
             rows = h * sums.col_rows
             inputs = {

@@ -90,14 +90,14 @@ class Traffic(Answers):
             work = stage_work(p, self.algorithm, self.direction, stage.name)
             sums = self.schedule(stage).sums
             walks, _ = plans.heads_of(stage, p)
-            members = p.group if stage.per == "group" and not self.split.pack_gqa else 1
+            members = plans.members_of(stage, p, self.split)
             if stage.outer == "keys":
                 step = 0, p.n_kv, 0
             elif stage.parts:
                 whole, parts = self.schedule(stage).part_sums
                 step = parts + (whole if stage.parts == "walks" else 0), 0, 0
             else:
-                step = p.n_q, 0, sums.area if stage.whole_rows else 0
+                step = self.schedule(stage).n_rows, 0, sums.area if stage.whole_rows else 0
             for ops, extent, repeat in (
                 (work.visit, (sums.col_rows, sums.row_cols, sums.area), walks * members),
                 (work.outer, step, walks),

@@ -32,7 +32,9 @@ TRAINING = tuple(name for name, flow in dataflow.ALGORITHMS.items() if flow.back
 GENERAL = tuple(
     name for name in TRAINING if not any(x.once for x in dataflow.ALGORITHMS[name].backward)
 )
-#: The fields of a problem that `flash-decode` does not support.
+#: The algorithms that split no keys, but whose forward pass may pack the query heads of a group.
+PACKING = ("flash2", "flash2-fused", "flash2-once")
+#: The fields of a problem that tiles with rows of several heads do not support.
 FUNCTIONS = ("mask_mod", "score_mod", "sinks")
 #: The learnable sink of each query head, and its gradient.
 SINKS = ("sink", "dSink")
@@ -152,16 +154,19 @@ def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> t
             f"{algorithm!r} cannot merge partial results, so sequences cannot share a prefix; "
             "use algorithm='flash-decode', or leave out shared_prefix="
         )
-    if problem.scales is not None and splits_keys(algorithm):
+    several, what, instead = splits_keys(algorithm), repr(algorithm), "use algorithm='flash2'"
+    if packed and algorithm in PACKING and problem.group > 1:
+        several, what, instead = True, "pack_gqa=True", "leave out pack_gqa="
+    if problem.scales is not None and several:
         raise UnsupportedError(
-            f"{algorithm!r} does not support scales of FP8 inputs, because its tiles contain "
-            "rows of several heads; use algorithm='flash2', or leave out scales="
+            f"{what} does not support scales of FP8 inputs, because its tiles contain rows of "
+            f"several heads; {instead}, or leave out scales="
         )
     functions = [name for name in FUNCTIONS if getattr(problem, name)]
-    if functions and splits_keys(algorithm):
+    if functions and several:
         raise UnsupportedError(
-            f"{algorithm!r} does not support {' and '.join(functions)}, because its tiles contain "
-            "rows of several heads; use algorithm='flash2'"
+            f"{what} does not support {' and '.join(functions)}, because its tiles contain rows "
+            f"of several heads; {instead}"
         )
     if problem.sinks and algorithm not in ("flash2", "flash2-fused"):
         raise UnsupportedError(
@@ -332,3 +337,8 @@ def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
         return batch * heads, 1 if heads == p.heads else p.heads
     stride = p.group if stage.per == "group" else 1
     return p.batch * p.heads // stride, stride
+
+
+def members_of(stage: Stage, problem: Problem, split: Split) -> int:
+    """Return how many query heads each run of a stage's loops processes one after the other."""
+    return problem.group if stage.per == "group" and not split.pack_gqa else 1

@@ -2,12 +2,13 @@
 
 from typing import Any, NamedTuple
 
+from flashsim.problem import checks
 from flashsim.problem.hardware import KIB, Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Schedule
-from flashsim.schedule.split import WHOLE, Split, check_splits, fa3, fill_once
+from flashsim.schedule.split import Split, check_splits, fa3, fill_once
 from flashsim.schedule.tiling import Tiling
 
 #: Bytes of shared memory per thread block that CUDA reserves (CUDA C++ Programming Guide, compute
@@ -39,11 +40,12 @@ def choose(
     device: Device,
     algorithm: str,
     splits: Any = "auto",
-    pack_gqa: Any = True,
+    pack_gqa: Any = None,
 ) -> tuple[Tiling, Split]:
     """Return the tiling (default: `Tiling.fit`) and the split of a forward pass.
 
-    If the algorithm does not split keys, the split is `WHOLE`. The number of parts is at most the
+    If the algorithm does not split keys, there is one part, and query heads are packed only if
+    `pack_gqa` is true. Otherwise they are packed unless `pack_gqa` is false. The number of parts is at most the
     largest number of key tiles that any row tile visits. The function `fill_once`
     (``splits="auto"``) or `fa3` (``splits="fa3"``) chooses the number of parts. Both functions
     assume one thread block per SM, and row tiles that all visit as many key tiles as the longest
@@ -51,8 +53,11 @@ def choose(
     longest row tile's visits.
     """
     if not plans.splits_keys(algorithm):
-        return tiling or Tiling.fit(problem, device, algorithm), WHOLE
+        packed = checks.flag("pack_gqa", pack_gqa or False) and problem.group > 1
+        split = Split(pack_gqa=packed)
+        return tiling or Tiling.fit(problem, device, algorithm, split=split), split
     check_splits(splits)
+    pack_gqa = True if pack_gqa is None else pack_gqa
     finest = Split(2**62, pack_gqa)
     tiling = tiling or Tiling.fit(problem, device, algorithm, split=finest)
     walked = Schedule(problem, tiling, split=finest)
@@ -73,7 +78,7 @@ def fill(
     algorithm: str = "flash-decode",
     tiling: Tiling | None = None,
     splits: Any = "auto",
-    pack_gqa: Any = True,
+    pack_gqa: Any = None,
 ) -> Filling:
     """Return a `Filling`: the thread blocks that fill a device, and the forward pass's blocks."""
     tiling, split = choose(problem, tiling, device, algorithm, splits, pack_gqa)

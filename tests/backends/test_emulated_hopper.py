@@ -90,11 +90,25 @@ FORWARD = {
 }
 
 
-def compare_forward(name, kind="normal"):
+#: Row tiles with the query heads of a group: the last one ends inside a query's heads, or inside
+#: a box; other numbers of keys than of queries; rows without keys; three warpgroups and two.
+PACKED = {
+    "2 causal 64": Problem(150, 150, 64, heads=4, kv_heads=2, dtype="bfloat16", causal=True),
+    "4 window 128": Problem(
+        *(51, 420, 128), batch=2, heads=8, kv_heads=2, dtype="float16", window=(100, 30)
+    ),
+    "8 causal 128": Problem(41, 33, 128, heads=16, kv_heads=2, dtype="bfloat16", causal=True),
+    "8 softcap 96": Problem(33, 150, 91, heads=8, kv_heads=1, dtype="bfloat16", softcap=5.0),
+    "4 full 192": Problem(40, 150, 192, 136, heads=4, kv_heads=1, dtype="bfloat16"),
+    "64 causal 32": Problem(5, 140, 32, heads=64, kv_heads=1, dtype="bfloat16", causal=True),
+}
+
+
+def compare_forward(problem, kind="normal", machine=test_emulated.HOPPER, **how):
     """O and LSE within the budget of their type, events the simulator's."""
-    p, x = FORWARD[name], make(FORWARD[name], kind=kind)
-    passes = HOPPER.forward_passes(p, None, GPU, "ascending", "counts")
-    arrays, stages = emulator.run_forward(test_emulated.HOPPER, passes, p, x)
+    p, x = problem, make(problem, kind=kind)
+    passes = HOPPER.forward_passes(p, None, GPU, "ascending", "counts", **how)
+    arrays, stages = emulator.run_forward(machine, passes, p, x)
     inputs = [x[name] for name in "qkv"]
     exact, plain = (oracle.attention(*inputs, p, dtype=t) for t in ("float64", p.dtype))
     (true, lse), (rough, rough_lse) = exact, plain
@@ -102,18 +116,44 @@ def compare_forward(name, kind="normal"):
     assert np.abs(got - true).max() <= budget(true, rough, p)
     check_lse(arrays["lse"], lse, rough_lse if hardware_tanh(p) else lse)
     schedule = passes[0].tables.schedule
-    given = {"device": ROOMY, "trace": True, "tiling": schedule.tiling, **options(p)}
+    packed = {"pack_gqa": schedule.split.pack_gqa}
+    given = {"device": ROOMY, "trace": True, "tiling": schedule.tiling, **packed, **options(p)}
     (simulated,) = flashsim.run(*inputs, **given).trace.stages
     np.testing.assert_array_equal(stages[0].events, simulated.events)
 
 
 @pytest.mark.parametrize("name", [n if n == "64" else thorough(n) for n in FORWARD])
 def test_forward_and_counts(name):
-    compare_forward(name)
+    compare_forward(FORWARD[name], pack_gqa=False)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("2 causal 64", "8 causal 128") else thorough(n) for n in PACKED]
+)
+def test_forward_and_counts_of_packed_heads(name):
+    compare_forward(PACKED[name], pack_gqa=True)
+
+
+#: Each in the place where a row becomes a query and a head, and a small problem that shows it.
+FAULTS_OF_PACKED = {
+    "another head": ("head = walk_head * FS_PACK + member_of(row)", "head = walk_head * FS_PACK + (FAULT ? 0 : member_of(row))"),
+    "lse of another head": ("i64(it.walk * FS_PACK + member_of(row)) * a.n_q", "i64(it.walk * FS_PACK + (FAULT ? 0 : member_of(row))) * a.n_q"),
+    "rows as queries": ("map, bar, 64 * c, query_of(row), head, batch);", "map, bar, 64 * c, FAULT ? row : query_of(row), head, batch);"),
+    "masked by row": ("Keep keep(a, query_of(row + 8 * r), it.own", "Keep keep(a, FAULT ? row + 8 * r : query_of(row + 8 * r), it.own"),
+}
+
+
+def test_a_wrong_head_or_query_of_a_packed_row_shows():
+    machine = emulator.Faulty(900, FAULTS_OF_PACKED, "hopper/forward.cu")
+    problem = PACKED["2 causal 64"]
+    compare_forward(problem, machine=machine, pack_gqa=True)
+    for machine.seeded in FAULTS_OF_PACKED:
+        with pytest.raises(AssertionError):
+            compare_forward(problem, machine=machine, pack_gqa=True)
 
 
 def test_forward_of_scores_that_are_all_below_0():
-    compare_forward("64", "below")
+    compare_forward(FORWARD["64"], "below")
 
 
 @pytest.mark.parametrize("softcap", [15.0, 30.0, 50.0])  # of 50: scores between -10 and 10

@@ -378,7 +378,7 @@ void ptx_mbarrier_try_wait_parity_shared_cta_b64(u32& done, u32 at, u32 parity) 
     if (!done) yield();
 }
 // The copy engine, which is done at once. emulator.py makes the maps: strides in bytes.
-struct Map { char* data; long shape[4], step[4]; int columns, rows, bytes; };
+struct Map { char* data; long shape[4], step[4]; int columns, rows, bytes, heads; };
 static u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }  // rows of 128 bytes
 enum Way { LOAD, ADD, STORE };
 template <Way WAY>
@@ -386,9 +386,10 @@ static u32 move_box(const Map& m, u32 at, int column, int row, int head, int bat
     for (int y = 0; y < m.rows; ++y)
         for (int x = 0; x < m.columns; ++x) {
             char* here = shared + swizzled(at + (y * m.columns + x) * m.bytes);
-            char* there = m.data + (column + x) * m.step[0] + (row + y) * m.step[1] +
-                          head * m.step[2] + batch * m.step[3];
-            const bool exists = column + x < m.shape[0] && row + y < stop;
+            const int query = row + y / m.heads, member = y % m.heads;  // of packed heads
+            char* there = m.data + (column + x) * m.step[0] + query * m.step[1] +
+                          (head * m.heads + member) * m.step[2] + batch * m.step[3];
+            const bool exists = column + x < m.shape[0] && query < stop;
             if (WAY == ADD && exists) *(float*)there += *(float*)here;
             if (WAY == STORE && exists) memcpy(there, here, m.bytes);
             if (WAY == LOAD && exists) memcpy(here, there, m.bytes);
@@ -408,9 +409,11 @@ void ptx_cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_byte
     load_box(to, map, bar, column, row, head, batch, rows_of(map));
 }
 // Of packed sequences: in view `stop` the row before it is number `round` - 1 (tile_scheduler.cuh).
+// With a `round` of 0, of packed heads: `stop` is then the batch entry (copy_box_of_group in ptx.cuh).
 void ptx_cp_async_bulk_tensor_5d_shared_cluster_global_mbarrier_complete_tx_bytes(
     u32 to, const void* map, u32 bar, int column, int row, int head, int stop, int round) {
-    load_box(to, map, bar, column, row - round + stop, head, 0, stop);
+    if (round) load_box(to, map, bar, column, row - round + stop, head, 0, stop);
+    else load_box(to, map, bar, column, row, head, stop, rows_of(map));
 }
 void ptx_cp_reduce_async_bulk_tensor_4d_global_shared_cta_add_tile_bulk_group(
     const void* map, u32 from, int column, int row, int head, int batch, int) {

@@ -33,7 +33,7 @@ HOPPER_HEADER = HEADER.with_name("hopper_on_cpu.h")
 _MAP = np.dtype(
     [
         *(("data", "u8"), ("shape", "i8", 4), ("step", "i8", 4)),
-        *(("columns", "i4"), ("rows", "i4"), ("bytes", "i4"), ("", "V44")),
+        *(("columns", "i4"), ("rows", "i4"), ("bytes", "i4"), ("heads", "i4"), ("", "V40")),
     ]
 )
 _FLAGS = (
@@ -175,7 +175,7 @@ class Emulator:
         p, tables = one.tables.schedule.problem, one.tables
         record = np.zeros((), one.kernel.args)
         reports = {
-            "visit_counts": np.zeros((p.batch * p.heads, tables.n_visits, launch.SLOTS), "u4"),
+            "visit_counts": np.zeros((*one.visit_records, launch.SLOTS), "u4"),
             "tile_counts": np.zeros((one.walks, tables.tiles, launch.SLOTS), "u4"),
         }
         held = {name: getattr(tables, name) for name in launch.TABLES}
@@ -232,6 +232,7 @@ def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray)
         to["data"], to["shape"] = array.ctypes.data, array.shape[::-1]
         to["step"] = array.strides[::-1]
         to["columns"], to["rows"], to["bytes"] = box.columns, box.rows, array.itemsize
+        to["heads"] = box.heads
     record["a"] = args
     if one.kernel.cluster == 1 and one.grid[0] < len(one.items):
         record["counter"] = room.ctypes.data + passed.fields["work"][1]

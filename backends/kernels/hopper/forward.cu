@@ -2,7 +2,8 @@
 // float32 accumulators. One producer thread fills rings of K and V tiles by TMA. Each of WARPGROUPS
 // consumer warpgroups owns 64 query rows, with S, P and O in registers. The schedule's tables say
 // which key tiles a row tile visits, and which of them need a mask. Blocks are persistent: each
-// takes the next work tile (row tile, head) of the launch's list.
+// takes the next work tile (row tile, head) of the launch's list. With FS_PACK, a row tile has rows
+// of all query heads of a GQA group, which share K and V.
 #include "tile_scheduler.cuh"
 #include "softmax.cuh"
 #include "flex.cuh"
@@ -17,6 +18,7 @@ constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
+static_assert(64 % FS_PACK == 0 && !(FS_PACK > 1 && (FS_VARLEN || FS_FLEX)), "see packs_heads");
 static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256, "wgmma's shapes");
 
 // If visits are short, or three warpgroups must release a stage, K is released as soon as its
@@ -141,6 +143,18 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
+// Starts TMA copies of 64 rows of Q, and credits `bar` with their bytes.
+__device__ inline void copy_queries(u16 (&to)[CHUNKS][64 * 64], const TensorMap* map, u64* bar,
+                                    int row, int stop, int head, int batch) {
+#if FS_PACK > 1
+#pragma unroll 1
+    for (int c = 0; c < CHUNKS; ++c)
+        copy_box_of_group(to[c], map, bar, 64 * c, query_of(row), head, batch);
+#else
+    copy_tile(to, map, bar, place(row, stop, batch), head);
+#endif
+}
+
 __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
                         const TensorMap* map_v, u32* counter) {
     Ring ring_k, ring_v, slot;
@@ -151,8 +165,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     for (int w = first_work();; w = next_work(counter, items)) {
         const Item& it = s.items.write(slot, a, w, items, true);
         if (it.walk < 0) return;
-        const int head = it.walk % a.heads, batch = it.walk / a.heads, kv_head = head / a.group;
-        const int n = it.visits.count;
+        const int heads = a.heads / FS_PACK, head = it.walk % heads, batch = it.walk / heads;
+        const int kv_head = FS_PACK > 1 ? head : head / a.group, n = it.visits.count;
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
         // in the order in which consumers need them: K0 Q, K1 V0, K2 V1, ...
@@ -186,8 +200,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                     // the scores of the last work tile are complete
                     wait(&s.q_empty[g], q_parity ^ 1);
                     arrive_expect(&s.q_full[g], sizeof(s.q[0]));
-                    copy_tile(s.q[g], map_q, &s.q_full[g],
-                              place(it.own.start + 64 * g, it.own.stop, batch), head);
+                    copy_queries(s.q[g], map_q, &s.q_full[g], it.own.start + 64 * g, it.own.stop,
+                                 head, batch);
                 }
                 q_parity ^= 1;
                 report_one(a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8,
@@ -537,7 +551,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         }
 
         // -- O / l and L = m + log l, straight from registers -------------------------------------
-        const int head = it.walk % a.heads, batch = it.walk / a.heads;
+        const int heads = a.heads / FS_PACK, walk_head = it.walk % heads, batch = it.walk / heads;
         u32 o_bytes = 0, lse_bytes = 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -546,6 +560,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             l += __shfl_xor_sync(~0u, l, 2);
             const int row = query + 8 * r;
             const bool exists = row < it.own.stop;
+            const int head = walk_head * FS_PACK + member_of(row);
+            float& to_lse = a.lse[i64(it.walk * FS_PACK + member_of(row)) * a.n_q + query_of(row)];
 #if FS_RAMP
             const FlashAt first_key = at.key(it.base + tile * BLOCK_K);
             const float of_first = flash_score(a.captured, 0.0f, at.at, at.query(row), first_key);
@@ -554,18 +570,17 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_SINKS
             const float lse = with_sink(a.sinks[head], softmax.m[r] * (to_log2 * LN2), l);
             if (exists && lane % 4 == 0) {
-                a.lse[i64(it.walk) * a.n_q + row] = lse;
+                to_lse = lse;
                 lse_bytes += 4;
             }
 #else
             if (exists && lane % 4 == 0) {
-                a.lse[i64(it.walk) * a.n_q + row] =
-                    l == 0.0f ? NEG_INF : softmax.m[r] * (to_log2 * LN2) + __logf(l);
+                to_lse = l == 0.0f ? NEG_INF : softmax.m[r] * (to_log2 * LN2) + __logf(l);
                 lse_bytes += 4;
             }
 #endif
             const float inverse = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
-            o_bytes += store_row<ValueRow>(a.o, batch, head, row, O, r, inverse, exists);
+            o_bytes += store_row<ValueRow>(a.o, batch, head, query_of(row), O, r, inverse, exists);
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 1, o_bytes), report(counts + 2, lse_bytes);

@@ -85,6 +85,15 @@ __device__ inline void copy_box(void* to, const TensorMap* map, u64* bar, int co
                  :: "r"(shared_address(to)), "l"(map), "r"(shared_address(bar)),
                     "r"(column), "r"(row), "r"(head), "r"(batch), "r"(ROUND) : "memory");
 }
+// As copy_box, of a (d, query head of the group, n, KV head, batch) tensor. A box has all heads of
+// the group, so row r of shared memory is query r / FS_PACK of head r % FS_PACK.
+__device__ inline void copy_box_of_group(void* to, const TensorMap* map, u64* bar, int column,
+                                         int query, int kv_head, int batch) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%3, %7, %4, %5, %6}], [%2];"
+                 :: "r"(shared_address(to)), "l"(map), "r"(shared_address(bar)),
+                    "r"(column), "r"(query), "r"(kv_head), "r"(batch), "r"(0) : "memory");
+}
 // As copy_box, to the same offset in every block of a cluster of `blocks` and to each block's
 // barrier.
 __device__ inline void copy_box_to_all(void* to, const TensorMap* map, u64* bar, int column,

@@ -15,16 +15,16 @@ __device__ inline void init_rings(OnChip& s, int more = 0) {
     barrier_init_fence();
 }
 
-// Sets to -inf the scores of visit `v`, of rows `query` and query + 8, that the mask drops.
+// Sets to -inf the scores of visit `v`, of rows `row` and row + 8, that the mask drops.
 template <int N>
 __device__ __forceinline__ void mask_scores(float (&S)[N], const Args& a, const Item& it, int v,
-                                            int query) {
+                                            int row) {
     const Visit visit = it.visits(a, v);
     if (!visit.masked) return;
     const int key = it.base + visit.tile * 2 * N + fragment_column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const Keep keep(a, query + 8 * r, it.own.offset, it.end);
+        const Keep keep(a, query_of(row + 8 * r), it.own.offset, it.end);
         const int first = keep.lo - key, last = keep.hi - key;  // in-tile columns that are kept
 #pragma unroll
         for (int e = 0; e < N; ++e) {

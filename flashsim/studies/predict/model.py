@@ -313,6 +313,7 @@ def _prepare(
         algorithm=algorithm,
         direction=direction,
         tiling=passes[0].tables.schedule.tiling,
+        pack_gqa=passes[0].tables.schedule.split.pack_gqa or None,
         device=replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm),
     )
     return passes, traffic

@@ -115,7 +115,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
         "O": sides[0] * dims[1] * a_lane if turns else 0.0,
         "pieces": _uneven_pieces(one, p, dims, sides) * a_lane,
     }
-    members = p.group if stage.per == "group" else 1
+    members = plans.members_of(stage, p, tables.schedule.split)
     own = sum(_bytes(p, (*stage.before, *stage.after), op, sides) for op in ("load", "store"))
     order, outer = tables.order, tables.schedule.rows
     if stage.outer == "keys":
@@ -195,7 +195,7 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
     `units` has the seconds per hardware unit, as in `StageTime.units`.
     """
     p, device, tiling = traffic.problem, traffic.device, one.tables.schedule.tiling
-    members = p.group if one.stage.per == "group" else 1
+    members = plans.members_of(one.stage, p, one.tables.schedule.split)
     visits = int(one.tables.visits.sum()) * members * one.walks if one.stage.visit else 0
     moved = {"load": 0, "store": 0, "reduce": 0}
     for (stage, op, _), nbytes in traffic.transfers.items():
