@@ -35,6 +35,7 @@ from flashsim.backends.launch.kernel import Gpu, Kernel
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts, timeline
 from flashsim.problem.problem import Problem
+from flashsim.schedule.split import Split
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace, Structured
 
@@ -343,7 +344,9 @@ class Plan:
     ) -> None:
         self.name, self.passes, self.gpu = name, passes, gpu
         p = passes[0].tables.schedule.problem
-        self.tiling: Tiling = passes[0].tables.schedule.tiling
+        schedule = passes[0].tables.schedule
+        self.tiling: Tiling = schedule.tiling
+        self.split: Split = schedule.split
         self.sizes, self.dtype = NewArrays.of(p), p.dtype
         self.summed = summed_up(self.sizes, p.dtype, algorithm)
         self.ordered = ordered

@@ -437,6 +437,7 @@ def _forward(
             spans,
             gpu.name,
             None if walk is None else walk.problem,
+            split=made.split,
         )
         return outcome, _totals(reports)
 

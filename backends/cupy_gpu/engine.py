@@ -219,7 +219,8 @@ def _outcome(
     """Return the `Outcome` of a forward pass, with the padding of `out` removed."""
     out = space.result(out, p.head_dim_v, plan.sizes.out.width)
     results = {"out": out, "lse": space.result(lse)}
-    return Outcome(results, plan.tiling, stages, plan.name, saved, spans, plan.gpu.name)
+    ran = plan.tiling, stages, plan.name, saved, spans, plan.gpu.name
+    return Outcome(results, *ran, split=plan.split)
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:

@@ -181,8 +181,8 @@ __device__ inline Work take_work(const Args& a) {
 }
 
 // The query of a row, and its head in the group.
-__device__ inline int query_of(int row) { return u32(row) / FS_PACK; }
-__device__ inline int member_of(int row) { return u32(row) % FS_PACK; }
+__device__ inline int query_of(int row) { return FS_PACK == 1 ? row : u32(row) / FS_PACK; }
+__device__ inline int member_of(int row) { return FS_PACK == 1 ? 0 : u32(row) % FS_PACK; }
 
 // -- Which scores ---------------------------------------------------------------------------------
 // Query q keeps keys lo(q) <= k <= hi(q). Without a window or causal mask, the comparison compiles

@@ -15,10 +15,11 @@ class KernelPass:
 
     The grid is one-dimensional for a loop over tile pairs, and two-dimensional for a row-wise
     kernel. `walks` is the number of heads in the batch: KV heads for a KV-outer loop or packed
-    heads, and otherwise query heads. `clump` is the number of heads in a head group; grouped heads run together so that
-    their tensors stay in L2 (`take_work` in common.cuh). `items` is the launch's range of work
-    tiles, numbered in the order in which blocks take them. `before` holds earlier launches for
-    other work tiles of the same stage. `before` is empty if the kernels report counts or times.
+    heads, and otherwise query heads. `clump` is the number of heads in a head group; grouped heads
+    run together so that their tensors stay in L2 (`take_work` in common.cuh). `items` is the
+    launch's range of work tiles, numbered in the order in which blocks take them. `before` holds
+    earlier launches for other work tiles of the same stage. `before` is empty if the kernels report
+    counts or times.
     """
 
     stage: plans.Stage

@@ -22,8 +22,8 @@ def stage_trace(
     """Return a stage's trace events with the bytes that the kernel reported.
 
     `tile_counts` is uint32 (walks, tiles, SLOTS), and `visit_counts` uint32 (batch * heads,
-    n_visits, SLOTS), or (walks, n_visits, SLOTS) if heads are packed. `TraceError` means that two heads moved different numbers of bytes, which only
-    a broken kernel does.
+    n_visits, SLOTS), or (walks, n_visits, SLOTS) if heads are packed. `TraceError` means that two
+    heads moved different numbers of bytes, which only a broken kernel does.
     """
     repeat, _ = plans.heads_of(stage, schedule.problem)
     tiles = one_walk(stage.name, tile_counts.reshape(repeat, -1, tile_counts.shape[-1]))

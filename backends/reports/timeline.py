@@ -42,9 +42,9 @@ def spans(
     roles, 5), holds for each role the SM, cycles and ns at the block's start, and cycles and ns at
     its end. If there are several roles, role 0 is the producer; a single role is the entire block.
     `visit_stamps` is a uint64 array (batch * heads, n_visits, roles, 5). If heads are packed, its
-    first axis has the groups, and a span has the number of its group's first head. `clock_khz` is the clock
-    rate for SMs whose blocks were too short to measure it. A block or consumer has five spans per
-    visit, and one span per outer tile. A producer has two spans per visit.
+    first axis has the groups, and a span has the number of its group's first head. `clock_khz` is
+    the clock rate for SMs whose blocks were too short to measure it. A block or consumer has five
+    spans per visit, and one span per outer tile. A producer has two spans per visit.
     """
     ptr, inner, _ = schedule.row_csr if by == "row" else schedule.col_csr
     heads, n_visits, roles, _ = visit_stamps.shape

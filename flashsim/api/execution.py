@@ -116,7 +116,7 @@ def run(
         - The "flash2" algorithms, "simulator" and "cupy": with `pack_gqa`, the query heads of a KV
           head share row tiles in the forward pass. Row r is then query r // group of head
           r % group. "simulator" packs heads only with True. "cupy" decides itself, unless it is
-          True (only Hopper's kernels) or False; `Result.trace` says what ran.
+          True (only Hopper's kernels) or False; `Result.split` says what ran.
         - "simulator": `precision`, a `flashsim.Precision`, sets the type at every rounding point.
           It cannot be combined with a trace, since it changes no size.
         - "numba": `threads` is the number of threads; default: every CPU that this process may use.
@@ -161,6 +161,7 @@ def run(
         _trace=recorded(job, outcome, "forward", asked.backend),
         kernel=outcome.kernel,
         tiling=outcome.tiling,
+        split=outcome.split,
         _job=job,
         _saved=outcome.saved,
         _asked=asked,

@@ -24,6 +24,7 @@ from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import TraceError, UnsupportedError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 from flashsim.version import __version__
@@ -106,12 +107,16 @@ class Result(_Pass):
         The kernel that ran.
     tiling : Tiling
         The tiling of that kernel.
+    split : Split
+        Whether its row tiles have all query heads of a KV head (`pack_gqa`), and in how many parts
+        it processed the keys.
     """
 
     out: Any
     lse: Any
     kernel: str
     tiling: Tiling
+    split: Split = field(default=WHOLE, kw_only=True, repr=False)
     _trace: Trace | None = field(repr=False)
     _job: Job = field(repr=False)
     _saved: Mapping[str, Any] = field(repr=False)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import KeyOrder
+from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace
 
@@ -105,6 +106,8 @@ class Outcome(NamedTuple):
         The traced problem if it differs from the job's problem, such as the live keys of a cache.
     finite : set of str
         Arrays without NaN or infinity: the engine checked them as it wrote them.
+    split : Split
+        Whether query heads shared row tiles, and in how many parts the keys were processed.
     """
 
     arrays: dict[str, Any]
@@ -116,6 +119,7 @@ class Outcome(NamedTuple):
     gpu: str = ""
     problem: Problem | None = None
     finite: Set[str] = frozenset()
+    split: Split = WHOLE
 
     def unseen(self, *names: str) -> dict[str, Any]:
         """Return those of the named arrays that may hold NaN or infinity."""

@@ -52,6 +52,7 @@ def forward(job: Job) -> Outcome:
         tuple(machine.stages) if job.trace else None,
         "simulator",
         saved,
+        split=split,
     )
 
 

@@ -45,8 +45,8 @@ def choose(
     """Return the tiling (default: `Tiling.fit`) and the split of a forward pass.
 
     If the algorithm does not split keys, there is one part, and query heads are packed only if
-    `pack_gqa` is true. Otherwise they are packed unless `pack_gqa` is false. The number of parts is at most the
-    largest number of key tiles that any row tile visits. The function `fill_once`
+    `pack_gqa` is true. Otherwise they are packed unless `pack_gqa` is false. The number of parts is
+    at most the largest number of key tiles that any row tile visits. The function `fill_once`
     (``splits="auto"``) or `fa3` (``splits="fa3"``) chooses the number of parts. Both functions
     assume one thread block per SM, and row tiles that all visit as many key tiles as the longest
     row tile. With a shared prefix, the assumed number of row tiles is all visits divided by the

@@ -136,10 +136,22 @@ def test_forward_and_counts_of_packed_heads(name):
 
 #: Each in the place where a row becomes a query and a head, and a small problem that shows it.
 FAULTS_OF_PACKED = {
-    "another head": ("head = walk_head * FS_PACK + member_of(row)", "head = walk_head * FS_PACK + (FAULT ? 0 : member_of(row))"),
-    "lse of another head": ("i64(it.walk * FS_PACK + member_of(row)) * a.n_q", "i64(it.walk * FS_PACK + (FAULT ? 0 : member_of(row))) * a.n_q"),
-    "rows as queries": ("map, bar, 64 * c, query_of(row), head, batch);", "map, bar, 64 * c, FAULT ? row : query_of(row), head, batch);"),
-    "masked by row": ("Keep keep(a, query_of(row + 8 * r), it.own", "Keep keep(a, FAULT ? row + 8 * r : query_of(row + 8 * r), it.own"),
+    "another head": (
+        "head = walk_head * FS_PACK + member_of(row)",
+        "head = walk_head * FS_PACK + (FAULT ? 0 : member_of(row))",
+    ),
+    "lse of another head": (
+        "i64(walk * FS_PACK + member_of(row)) * a.n_q",
+        "i64(walk * FS_PACK + (FAULT ? 0 : member_of(row))) * a.n_q",
+    ),
+    "rows as queries": (
+        "map, bar, 64 * c, query_of(row), head, batch);",
+        "map, bar, 64 * c, FAULT ? row : query_of(row), head, batch);",
+    ),
+    "masked by row": (
+        "Keep keep(a, query_of(row + 8 * r), it.own",
+        "Keep keep(a, FAULT ? row + 8 * r : query_of(row + 8 * r), it.own",
+    ),
 }
 
 

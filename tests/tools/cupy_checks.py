@@ -316,10 +316,19 @@ def within(got, exact, plain, problem, name):
     assert error <= budget(exact, plain, problem), name
 
 
-def check(problem, family=PORTABLE, tiling=None, backward_tiling=None, kind="normal", tf32=False):
+def check(
+    problem,
+    family=PORTABLE,
+    tiling=None,
+    backward_tiling=None,
+    kind="normal",
+    tf32=False,
+    **more,
+):
     """Check the results of a family in all its forms against the error budget of their type."""
     p, truth = problem, Truth(problem, kind, tf32)
-    result = run(p, truth.x, family, tiling=tiling, **({"allow_tf32": True} if tf32 else {}))
+    more |= {"allow_tf32": True} if tf32 else {}
+    result = run(p, truth.x, family, tiling=tiling, **more)
     assert result.out.dtype == numpy_dtype(p.dtype)
     assert result.lse.dtype == np.float32
     assert result.kernel == family.kernel + (", tf32" if tf32 else "")
@@ -353,6 +362,7 @@ def same_counts(problem, x, trace):
         key_order=trace.stages[0].schedule.key_order,
         device=ROOMY,
         trace=True,
+        pack_gqa=trace.stages[0].schedule.split.pack_gqa or None,
         **options(problem),
     )
     _same(trace, simulated.trace)
@@ -429,10 +439,10 @@ def check_timeline(trace, consumers):
 
 def check_spans(trace, stage, spans, role):
     """Check one role's spans of a stage: every visit once, each phase inside its visit."""
-    p, order = trace.problem, ["head", "visit"]
-    ordered = trace.stages[stage].schedule.sums.visits
+    p, order, schedule = trace.problem, ["head", "visit"], trace.stages[stage].schedule
+    ordered = schedule.sums.visits
     visits = np.sort(spans[spans["phase"] == PHASES.index("visit")], order=order)
-    every = [(h, v) for h in range(p.batch * p.heads) for v in range(ordered)]
+    every = [(h, v) for h in range(0, p.batch * p.heads, schedule.members) for v in range(ordered)]
     assert visits[order].tolist() == every
     assert (visits["end_ns"] > visits["start_ns"]).all()
     phases = ("load",) if role == "producer" else ("load", "scores", "softmax", "output")

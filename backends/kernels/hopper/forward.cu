@@ -403,6 +403,11 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
 }
 #endif
 
+// The log-sum-exp of a row of a work tile.
+__device__ __forceinline__ float& lse_of(const Args& a, int walk, int row) {
+    return a.lse[i64(walk * FS_PACK + member_of(row)) * a.n_q + query_of(row)];
+}
+
 __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = exponent_factor(a);
     const int lane = threadIdx.x % 32;
@@ -561,7 +566,6 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             const int row = query + 8 * r;
             const bool exists = row < it.own.stop;
             const int head = walk_head * FS_PACK + member_of(row);
-            float& to_lse = a.lse[i64(it.walk * FS_PACK + member_of(row)) * a.n_q + query_of(row)];
 #if FS_RAMP
             const FlashAt first_key = at.key(it.base + tile * BLOCK_K);
             const float of_first = flash_score(a.captured, 0.0f, at.at, at.query(row), first_key);
@@ -570,12 +574,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_SINKS
             const float lse = with_sink(a.sinks[head], softmax.m[r] * (to_log2 * LN2), l);
             if (exists && lane % 4 == 0) {
-                to_lse = lse;
+                lse_of(a, it.walk, row) = lse;
                 lse_bytes += 4;
             }
 #else
             if (exists && lane % 4 == 0) {
-                to_lse = l == 0.0f ? NEG_INF : softmax.m[r] * (to_log2 * LN2) + __logf(l);
+                lse_of(a, it.walk, row) =
+                    l == 0.0f ? NEG_INF : softmax.m[r] * (to_log2 * LN2) + __logf(l);
                 lse_bytes += 4;
             }
 #endif
