@@ -188,8 +188,10 @@ def test_what_is_refused_says_why():
         flashsim.count(p, algorithm=DECODE, splits="atuo")
     with pytest.raises(OptionError, match="'flash2' does not take splits"):
         flashsim.count(p, splits=2)
-    with pytest.raises(OptionError, match="'flash2' does not take pack_gqa"):
-        flashsim.run(*np.zeros((3, 4, 8), np.float32), pack_gqa=True)
+    with pytest.raises(OptionError, match="'flash1' does not take pack_gqa"):
+        flashsim.run(*np.zeros((3, 4, 8), np.float32), algorithm="flash1", pack_gqa=True)
+    with pytest.raises(OptionError, match="a backward pass packs no query heads"):
+        flashsim.count(p, direction="backward", pack_gqa=True)
     with pytest.raises(UnsupportedError, match=r"no backward pass.*algorithm='flash2'"):
         run(p, None).backward(np.zeros((1, 2, 1, 64), np.float32))
     with pytest.raises(UnsupportedError, match="no backward pass"):

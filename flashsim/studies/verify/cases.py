@@ -134,13 +134,15 @@ class Case:
 class Counted:
     """The transfers of one pass, as its kernels reported them.
 
-    The keys of `transfers` are (stage, op, tensor), and its values are bytes.
+    The keys of `transfers` are (stage, op, tensor), and its values are bytes. `pack_gqa` says
+    whether query heads shared row tiles.
     """
 
     algorithm: str
     direction: str
     tiling: Tiling
     transfers: Mapping[tuple[str, str, str], int]
+    pack_gqa: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reported counts as plain values for JSON."""
@@ -155,7 +157,8 @@ class Counted:
 
     def predicted(self, case: Case) -> Traffic:
         """Return the predicted traffic of the pass whose transfers were reported."""
-        return predict(case.problem, self.algorithm, self.direction, self.tiling, case.device)
+        how = self.algorithm, self.direction, self.tiling, case.device, self.pack_gqa
+        return predict(case.problem, *how)
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,12 @@ class MeasuredPass:
 
 @own_errors
 def predict(
-    problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str | Device
+    problem: Problem,
+    algorithm: str,
+    direction: str,
+    tiling: Tiling | None,
+    device: str | Device,
+    pack_gqa: bool = False,
 ) -> Traffic:
     """Return the predicted bytes and FLOPs of a pass by GPU kernels.
 
@@ -190,6 +198,5 @@ def predict(
     """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)
-    return counting.count(
-        problem, algorithm=algorithm, direction=direction, tiling=tiling, device=wide
-    )
+    how = {"algorithm": algorithm, "direction": direction, "pack_gqa": pack_gqa or None}
+    return counting.count(problem, tiling=tiling, device=wide, **how)

@@ -240,7 +240,7 @@ def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
         return walks * len(table) * block
     # Inner tiles are loaded once per visit.
     ptr = (schedule.row_csr if rows else schedule.col_csr)[0]
-    members = p.group if stage.per == "group" else 1
+    members = plans.members_of(stage, p, traffic.split)
     return walks * int(np.diff(ptr).sum()) * members * block
 
 
@@ -262,7 +262,7 @@ def tensor_flops(
     (d, dv), beyond = padded_dims(p), 0
     sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
     walks, _ = plans.heads_of(stage, p)
-    members = p.group if stage.per == "group" else 1
+    members = plans.members_of(stage, p, traffic.split)
     visits, total = traffic.schedule(stage).sums.visits * walks * members, 0
     items = sum(one.items for one in launches) or 1
     for n, blocks, unused in launches or [SharedItems(1)]:

@@ -17,7 +17,7 @@ from flashsim.schedule.tensors import COL, ROW, matrices, shape
 from flashsim.studies.verify.crossing import PIECE, SECTOR, WALKS
 
 _WARP = 32
-_STATISTICS = 8  # rows of LSE per store instruction: the rows of an accumulator's fragment
+_ROWS = 8  # rows per store instruction: the rows of an accumulator's fragment
 
 
 def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> int | None:
@@ -38,15 +38,17 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
             return None
         rows = p.n_q if its.axis == ROW else p.n_kv
         heads = matrices(p, its.owner)
+        # An instruction stores eight rows; with packed heads, these are of several heads.
+        of_head = max(1, _ROWS // traffic.schedule(stage).members)
         if its.vector:
-            ids = _of_statistics(traffic, stage, np.arange(rows))
+            ids = _of_statistics(traffic, stage, np.arange(rows), of_head)
             total += _touched(ids, its.itemsize, heads)
             continue
         pieces = row_elements(its.elements) * its.itemsize // PIECE
         if stage.name in WALKS:
             row, piece = np.divmod(np.arange(rows * pieces), pieces)
             # One store instruction of a Hopper kernel writes four pieces in each of eight rows.
-            group = row // 8 * pieces + piece // 4
+            group = row // of_head * pieces + piece // 4
             if not hopper:
                 group = _in_order(traffic, tensor, row, piece)
             total += _touched(group, PIECE, heads)
@@ -71,10 +73,12 @@ def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
     return SECTOR * total
 
 
-def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.ndarray:
-    """Return, for each row, which instruction stores the row's LSE or delta."""
+def _of_statistics(
+    traffic: Traffic, stage: plans.Stage, row: np.ndarray, of_head: int
+) -> np.ndarray:
+    """Return, for each row of a head, which instruction stores the row's LSE or delta."""
     if stage.name != "delta":
-        return row // _STATISTICS
+        return row // of_head
     p = traffic.problem
     pieces = row_elements(p.head_dim_v) * p.itemsize // PIECE
     lanes = next((n for n in (32, 16, 8, 4) if pieces > n // 2), pieces)  # that share a row

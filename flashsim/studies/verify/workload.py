@@ -42,7 +42,10 @@ def run_case(case: Case, *, counting: bool) -> list[Counted]:
         grads = result.backward(dout, tiling=case.tilings[1], deterministic=deterministic)
         passes.append(grads)
     traces = [one.trace for one in passes if one.traced]
-    return [Counted(t.algorithm, t.direction, t.tiling, dict(t.transfers)) for t in traces]
+    return [
+        Counted(t.algorithm, t.direction, t.tiling, dict(t.transfers), t.schedule.split.pack_gqa)
+        for t in traces
+    ]
 
 
 def _inputs(case: Case) -> list[np.ndarray]:
