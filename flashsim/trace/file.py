@@ -314,7 +314,7 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
             )
         how = walk.outer, entry["key_order"], walk.dense, validate.split(entry)
         schedule = Schedule(problem, tiling, *how)
-        limits.append(validate.StageLimits(walk, problem, tiling, own=mine))
+        limits.append(validate.StageLimits(walk, problem, tiling, how[-1], own=mine))
         table = _events(archive, f"events_{n}", shapes, limits[-1], names, tensors)
         costs = None
         if mine:

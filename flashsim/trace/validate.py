@@ -332,11 +332,13 @@ class StageLimits:
     `rows_each` is the number of score rows per query: 1, or one row per packed head.
     """
 
-    def __init__(self, stage: plans.Stage, of: Problem, tiling: Tiling, *, own: bool) -> None:
+    def __init__(
+        self, stage: plans.Stage, of: Problem, tiling: Tiling, of_split: Split, *, own: bool
+    ) -> None:
         self.stage, self.of, self.own = stage, of, own
         self.what = f"stage {stage.name!r}"
-        self.rows_each = of.group if stage.parts and stage.per == "group" else 1
-        self.heads = of.group // self.rows_each if stage.per == "group" else 1
+        self.rows_each = of.group if of_split.pack_gqa else 1
+        self.heads = plans.members_of(stage, of, of_split)
         self.t_r, self.t_c, self.pairs = tiles(of, tiling, self.rows_each)
 
     def check_length(self, length: int) -> None:

@@ -138,6 +138,76 @@ def in_order(problem, tiling=None, report=""):
     return kernel
 
 
+def forward(problem, pack_gqa=None, tiling=None, report=""):
+    """The forward pass, with or without packed heads, or as the time model decides."""
+    (one,) = HOPPER.forward_passes(problem, tiling, H200, "ascending", report, pack_gqa)
+    return one
+
+
+#: Groups of query heads, for the kernels that pack them into row tiles.
+PACKED = {
+    "64": Problem(300, 300, 64, heads=32, kv_heads=8, dtype="bfloat16", causal=True),
+    "128": Problem(300, 700, 128, heads=64, kv_heads=8, dtype="bfloat16", causal=True),
+    "96 window": Problem(300, 300, 96, heads=8, kv_heads=4, dtype="float16", window=(100, 20)),
+    "32 softcap": Problem(300, 300, 32, heads=64, kv_heads=1, dtype="bfloat16", softcap=5.0),
+    "256": Problem(300, 300, 256, heads=16, kv_heads=1, dtype="bfloat16", causal=True),
+}
+
+
+@pytest.mark.parametrize("name", some(("128",), ("64",), PACKED))
+def test_forwards_of_packed_heads_compile(name):
+    problem = PACKED[name]
+    for tiling in HOPPER.tilings(problem, H200, "forward"):
+        one = forward(problem, True, tiling)
+        assert dict(one.kernel.constants)["FS_PACK"] == problem.group
+        check(one.kernel, SPILL_BYTES[bool(problem.softcap)])
+    one = forward(problem, True, report="counts")
+    check(one.kernel, REPORT_SPILL_BYTES["counts"])
+
+
+def test_heads_are_packed_where_the_time_model_says_so():
+    """Where fewer rows do not exist, or work tiles have fewer visits; not where nothing changes."""
+    full = Problem(384, 384, 64, heads=32, kv_heads=8, batch=8, dtype="bfloat16")
+    ragged = replace(full, n_q=144, n_kv=144)
+    causal = replace(full, n_q=1789, n_kv=1789, causal=True)
+    for p, packed in ((full, False), (ragged, True), (causal, True)):
+        one = forward(p)
+        walks = p.batch * (p.kv_heads if packed else p.heads)
+        assert one.tables.schedule.split.pack_gqa is packed
+        assert (one.walks, one.visit_records[0]) == (walks, walks)
+        assert one.kernel.boxes[0].heads == (p.group if packed else 1)
+        assert ("FS_PACK" in dict(one.kernel.constants)) is packed
+        for forced in (False, True):
+            assert forward(p, forced).tables.schedule.split.pack_gqa is forced
+    tiles = forward(ragged, True).tables.tiles, forward(ragged, False).tables.tiles
+    assert tiles[0] < 4 * tiles[1]
+
+
+CELLS = BlockMask(np.eye(4, dtype=bool), 128, 128)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"heads": 24},
+        {"dtype": "float32"},
+        {"cu_seqlens_q": (0, 512), "cu_seqlens_k": (0, 512), "batch": 1},
+        {"block_mask": CELLS},
+        {"sinks": True},
+    ],
+    ids=lambda changed: " ".join(changed),
+)
+def test_heads_that_cannot_be_packed(changed):
+    p = replace(Problem(512, 512, 64, heads=32, kv_heads=8, batch=8, dtype="bfloat16"), **changed)
+    family = PORTABLE if p.dtype == "float32" else HOPPER
+    given = p, None, H200, "ascending", ""
+    for unforced in (None, False):
+        (one,) = family.forward_passes(*given, unforced)
+        assert not one.tables.schedule.split.pack_gqa
+    with pytest.raises(UnsupportedError, match="cannot pack the query heads"):
+        family.forward_passes(*given, True)
+
+
 @pytest.mark.parametrize("name", some((), ("128",), ("128", "64", "128 odd")))
 def test_the_backward_in_a_fixed_order_compiles(name):
     problem = PROBLEMS[name]
@@ -823,6 +893,14 @@ def test_tensor_maps_say_shape_strides_and_box(driver):
     tensor_maps.encode(p, Box("dq_acc", 64, 32), 512, (8 * 300 * 72, 300 * 72, 72))
     strides = [288, 86_400, 691_200]
     assert driver.asked == (float32, 512, [72, 300, 8, 3], strides, [32, 64, 1, 1])
+
+
+def test_the_tensor_map_of_packed_heads_has_one_axis_more(driver):
+    """A box has all heads of a group, for as many queries as make 64 rows."""
+    p = Problem(300, 500, 72, 40, batch=3, heads=8, kv_heads=2, dtype="bfloat16")
+    tensor_maps.encode(p, Box("q", 64, 64, heads=4), 4096, (200_000, 24_000, 80))
+    strides = [48_000, 160, 192_000, 400_000]
+    assert driver.asked == (9, 4096, [72, 4, 300, 2, 3], strides, [64, 4, 16, 1, 1])
 
 
 @pytest.mark.parametrize("ends", [(0, 5, 5, 40, 47), (0, 3)])

@@ -110,13 +110,13 @@ def test_strides():
 @pytest.mark.parametrize("forced", [None, False, True])
 def test_the_result_says_whether_heads_are_packed(forced):
     """And unless the caller decides, heads are packed where fewer rows do not exist."""
-    how = {"backend": "cupy", "causal": True, "trace": True, "pack_gqa": forced}
-    for n, expected in ((256, False), (200, True)):
+    how = {"backend": "cupy", "trace": True, "pack_gqa": forced}
+    for n, expected in ((384, False), (200, True)):
         p = Problem(n, n, 64, heads=32, kv_heads=8, batch=8, dtype="bfloat16")
         x = make(p)
         result = flashsim.run(x["q"], x["k"], x["v"], **how)
-        packed = result.trace.stages[0].schedule.split.pack_gqa
-        assert packed == (expected if forced is None else forced)
+        packed = expected if forced is None else forced
+        assert result.split.pack_gqa == result.trace.schedule.split.pack_gqa == packed
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""FlashAttention-2's forward with the query heads of a group in the same row tiles, on the
+simulator: results are attention's, K and V are loaded once per group, and closed forms count the
+same bytes and FLOPs.
+"""
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.errors import DTypeError, OptionError, UnsupportedError
+from flashsim.problem import oracle
+
+pytestmark = pytest.mark.promise("three counts equal")
+
+SHAPES = {
+    "causal": dict(n_q=50, n_kv=50, heads=8, kv_heads=2, batch=2, causal=True),
+    "ragged": dict(n_q=33, n_kv=70, heads=6, kv_heads=2),
+    "window": dict(n_q=37, n_kv=20, heads=8, kv_heads=1, window=(5, 3)),
+    "packed sequences": dict(
+        n_q=40,
+        n_kv=50,
+        heads=4,
+        kv_heads=2,
+        causal=True,
+        cu_seqlens_q=(0, 11, 40),
+        cu_seqlens_k=(0, 30, 50),
+    ),
+    "a head per group": dict(n_q=33, n_kv=33, heads=2, causal=True),
+}
+
+
+def arrays(p, seed=0):
+    rng = np.random.default_rng(seed)
+    heads = (p.heads, p.n_q), (p.kv_heads, p.n_kv), (p.kv_heads, p.n_kv)
+    return [rng.standard_normal((p.batch, h, n, p.head_dim), np.float32) for h, n in heads]
+
+
+def options(p):
+    names = ("causal", "window", "cu_seqlens_q", "cu_seqlens_k")
+    return {name: getattr(p, name) for name in names}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("tiling", [Tiling(32, 16), Tiling(12, 8)])
+def test_results_and_counts(name, tiling):
+    p = Problem(head_dim=16, **SHAPES[name])
+    x, how = arrays(p), {"tiling": tiling, "trace": True, **options(p)}
+    packed = flashsim.run(*x, pack_gqa=True, **how)
+    apart = flashsim.run(*x, pack_gqa=False, **how)
+    out, lse = oracle.attention(*x, p)
+    np.testing.assert_allclose(packed.out, out, atol=1e-5)
+    np.testing.assert_allclose(packed.lse, lse, atol=1e-5)
+    assert packed.split.pack_gqa == packed.trace.schedule.split.pack_gqa == (p.group > 1)
+    assert not apart.split.pack_gqa
+    counted = flashsim.count(p, tiling=tiling, pack_gqa=True)
+    trace = packed.trace
+    assert counted.transfers == trace.transfers == trace.predicted().transfers
+    assert counted.flops() == trace.flops()
+    assert counted.on_chip() == trace.on_chip()
+    assert counted.peak_sram() == trace.peak_sram()
+    assert trace.bytes("load", "Q") == apart.trace.bytes("load", "Q")
+    assert trace.bytes("store") == apart.trace.bytes("store")
+    if p.group > 1 and tiling.block_q > 12:  # tiles of few rows exist in full in both
+        assert trace.bytes("load", "K") < apart.trace.bytes("load", "K")
+    dout = np.ones_like(packed.out)
+    one, other = (result.backward(dout) for result in (packed, apart))
+    for gradient in ("dq", "dk", "dv"):  # the backward pass is the same
+        same = getattr(one, gradient), getattr(other, gradient)
+        np.testing.assert_allclose(*same, atol=1e-4)
+    assert one.trace.transfers == other.trace.transfers
+
+
+def test_a_saved_trace_knows_that_heads_are_packed(tmp_path):
+    p = Problem(head_dim=16, **SHAPES["causal"])
+    trace = flashsim.run(*arrays(p), pack_gqa=True, trace=True, **options(p)).trace
+    trace.save(tmp_path / "packed.json.gz")
+    loaded = flashsim.Trace.load(tmp_path / "packed.json.gz")
+    assert loaded.same_events(trace)
+    assert loaded.schedule.split.pack_gqa
+
+
+def test_what_is_refused_says_why():
+    p = Problem(head_dim=16, **SHAPES["causal"])
+    x = arrays(p)
+    with pytest.raises(DTypeError, match="pack_gqa must be True or False, got 3"):
+        flashsim.run(*x, pack_gqa=3)
+    with pytest.raises(UnsupportedError, match=r"pack_gqa=True does not support sinks.*leave out"):
+        flashsim.run(*x, pack_gqa=True, sinks=np.zeros(8, np.float32))
+    with pytest.raises(OptionError, match="'standard' does not take pack_gqa"):
+        flashsim.run(*x, pack_gqa=True, algorithm="standard")
+    with pytest.raises(OptionError, match="a backward pass packs no query heads"):
+        flashsim.count(p, direction="backward", pack_gqa=True)
+    assert flashsim.run(*x, pack_gqa=None).split == flashsim.run(*x).split
