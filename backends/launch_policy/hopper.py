@@ -44,6 +44,9 @@ CAPABILITY = (9, 0)
 #: Average query rows per loop from which on dQ is deferred.
 _LONG_WALK = 1024
 
+#: The fraction of a forward pass's predicted time that packing heads must save.
+_PACKING_GAINS = 0.005
+
 #: The head_dim up to which the fused kernel stores dQ after one visit.
 _WIDEST_ONCE = 128
 
@@ -163,7 +166,7 @@ class Hopper(Family):
             given = p, tile, times[tile], asked.gpu.multiprocessors
             return microseconds(*given, _split(request))
 
-        return took(True) < took(False)
+        return took(True) < (1 - _PACKING_GAINS) * took(False)
 
     def refused(self, reason: str) -> UnsupportedError:
         """Return the error to raise if `why_not` returned `reason`."""
