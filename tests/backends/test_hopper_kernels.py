@@ -168,7 +168,7 @@ def test_forwards_of_packed_heads_compile(name):
 def test_heads_are_packed_where_the_time_model_says_so():
     """Where fewer rows do not exist, or work tiles have fewer visits; not where nothing changes."""
     full = Problem(384, 384, 64, heads=32, kv_heads=8, batch=8, dtype="bfloat16")
-    ragged = replace(full, n_q=200, n_kv=200)
+    ragged = replace(full, n_q=414, n_kv=414, batch=4, heads=28, kv_heads=7)
     causal = replace(full, n_q=1789, n_kv=1789, causal=True)
     for p, packed in ((full, False), (ragged, True), (causal, True)):
         one = forward(p)

@@ -111,8 +111,8 @@ def test_strides():
 def test_the_result_says_whether_heads_are_packed(forced):
     """And unless the caller decides, heads are packed where fewer rows do not exist."""
     how = {"backend": "cupy", "trace": True, "pack_gqa": forced}
-    for n, expected in ((384, False), (200, True)):
-        p = Problem(n, n, 64, heads=32, kv_heads=8, batch=8, dtype="bfloat16")
+    for n, expected in ((384, False), (414, True)):
+        p = Problem(n, n, 64, heads=28, kv_heads=7, batch=4, dtype="bfloat16")
         x = make(p)
         result = flashsim.run(x["q"], x["k"], x["v"], **how)
         packed = expected if forced is None else forced
