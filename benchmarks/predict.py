@@ -45,6 +45,7 @@ def predicted(one, constants=None, device=H200):
         tiling=one.tiling,
         constants=constants,
         device=device,
+        pack_gqa=False,  # no measured pass packed heads
     ).seconds
 
 

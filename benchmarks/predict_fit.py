@@ -94,7 +94,7 @@ def points(everything, kernels, name):
             continue  # the single-KV-tile backward runs instead
         direction, algorithm = PASSES[one.name]
         passes, traffic = model._prepare(
-            one.problem, direction, algorithm, kernels, one.tiling, one.device
+            one.problem, direction, algorithm, kernels, one.tiling, one.device, False
         )
         for each in passes:
             if not each.kernel.shared_bytes:

@@ -122,6 +122,7 @@ def compared(path: Path) -> list[dict[str, Any]]:
         # the tile that ran, whatever the current rules choose
         tiling = Tiling(*map(int, row["tile"].split(" x ")))
         how = {"direction": direction, "algorithm": algorithm, "device": device_of(row)}
+        how["pack_gqa"] = row.get("pack_gqa") == "True"  # older files have no such column
         said = predict(p, **how, tiling=tiling)
         found.append(
             {"seed": row["seed"], "problem": p, "pass": name, "us": float(row["us"])}

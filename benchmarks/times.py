@@ -41,6 +41,7 @@ from flashsim.errors import UnsupportedError
 SHAPE = (*("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "packed"),)
 COLUMNS = (
     *("kernels", "pass", *SHAPE, "stage", "tile", "us", "lowest us", "host us", "MHz", "gpu"),
+    "pack_gqa",
 )
 #: Options of `run` by kernel family; "python" uses Hopper's forward where it runs.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -164,6 +165,7 @@ class Timed:
     name: str
     call: Callable[[], Any]
     tile: str = ""
+    packs: bool = False
     times: list[float] = field(default_factory=list)  # seconds
     stages: dict[str, list[float]] = field(default_factory=dict)
     hertz: list[int] = field(default_factory=list)
@@ -184,10 +186,10 @@ class Split:
         from flashsim.backends.cupy_gpu.calls import Plan
 
         self.lab, self.events, self.names = lab, [], []
-        self.tile, self.at_work, whole = "", False, Plan.run
+        self.tile, self.packs, self.at_work, whole = "", False, False, Plan.run
 
         def run(plan: Any, call: Any, trace: Any) -> Any:
-            self.tile = str(plan.tiling)
+            self.tile, self.packs = str(plan.tiling), plan.split.pack_gqa
             if not self.at_work:
                 return whole(plan, call, trace)
             self.names = [one.stage.name for one in plan.passes]
@@ -281,7 +283,8 @@ def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: l
         one.call()
         took = min(took, lab.milliseconds(start, lab.event()) / 1e3)
         calls[id(one)] = 3 if took < 5e-3 else 1
-        one.tile = split.tile if one.kernels != LIBRARY else ""
+        if one.kernels != LIBRARY:
+            one.tile, one.packs = split.tile, split.packs
         slowest = max(slowest, took)
     for _ in range(ROUNDS if slowest < 30e-3 else 3):
         shuffled.shuffle(order)
@@ -312,7 +315,7 @@ def rows(p: Problem, one: Timed, gpu: str) -> Iterator[dict[str, Any]]:
     shape = {name: getattr(p, name) for name in SHAPE if hasattr(p, name)}
     shape |= {"window": p.window or "", "packed": _packed(p)}
     common = {"kernels": one.kernels, "pass": one.name, **shape, "gpu": gpu}
-    common["tile"] = one.tile
+    common |= {"tile": one.tile, "pack_gqa": one.packs}
     middle = statistics.median(one.times)
     whole = {"us": 1e6 * middle, "lowest us": 1e6 * min(one.times)}
     whole["host us"] = 1e6 * statistics.median(one.host)

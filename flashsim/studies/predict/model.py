@@ -76,6 +76,7 @@ def predict(
     splits: int | str = "auto",
     decode: DecodeOptions | None = None,
     deterministic: bool | None = None,
+    pack_gqa: bool | None = None,
 ) -> Prediction:
     """Predict the time of an attention pass on a GPU, by flashsim's kernels or standard attention.
 
@@ -117,6 +118,9 @@ def predict(
         that `backward(deterministic=False)` runs on this device: fused, three passes, or
         single-KV-tile. Its name is the prediction's `traffic.algorithm`. Default: the algorithm's
         own form.
+    pack_gqa : bool, optional
+        For a forward pass of a "flash2" algorithm: whether the query heads of a KV head share row
+        tiles, as in `flashsim.run`. Default: the kernels' own choice.
 
     Raises
     ------
@@ -149,7 +153,7 @@ def predict(
     if decode is not None:
         splits, problem = _decoded(problem, algorithm, splits, decode)
     own: dict[str, Any] = {"tiling": tiling, "constants": constants}
-    own["heads_in_group"] = heads_in_group
+    own |= {"heads_in_group": heads_in_group, "pack_gqa": pack_gqa}
     if algorithm == "standard":
         own |= {"kernels": kernels, "splits": None if splits == "auto" else splits}
         _refuse(own, "the time of standard attention is that of a library's kernels")
@@ -164,7 +168,10 @@ def predict(
         )
     kernels = _named(kernels, device)
     inputs.check_tiling(tiling)
-    passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, device)
+    if pack_gqa and direction == "backward":
+        raise OptionError("a backward pass packs no query heads; leave out pack_gqa=")
+    how = direction, algorithm, kernels, tiling, device, pack_gqa
+    passes, traffic = _prepare(problem, *how)
     known = CALIBRATED[kernels] if constants is None else constants
     for name, heads in ({} if heads_in_group is None else heads_in_group).items():
         if not checks.is_int(heads):
@@ -293,6 +300,7 @@ def _prepare(
     kernels: str,
     tiling: Tiling | None,
     device: Device,
+    pack_gqa: bool | None = None,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
     """Return the kernels that `run` would launch for a pass, and the pass's `Traffic`."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
@@ -304,7 +312,7 @@ def _prepare(
     family = HOPPER_FP8 if problem.fp8 else _family(kernels, direction)
     gpu = Gpu.like(device)
     passes = (
-        family.forward_passes(problem, tiling, gpu, "ascending", "")
+        family.forward_passes(problem, tiling, gpu, "ascending", "", pack_gqa)
         if direction == "forward"
         else family.backward_passes(problem, tiling, gpu, "ascending", "", algorithm)
     )
