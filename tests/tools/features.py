@@ -71,6 +71,7 @@ CASES = (
     Case("`bias=` with packed sequences", {"bias": BIAS, **PACKED}),
     Case("`sinks=` with packed sequences", {"sinks": np.zeros(HEADS), **PACKED}),
     Case("grouped-query heads", kv_heads=1),
+    Case("grouped-query heads in one row tile (`pack_gqa=True`)", {"pack_gqa": True}, kv_heads=1),
     Case("head_dim_v ≠ head_dim", head_dim_v=32),
     Case("head_dim 96", head_dim=96),
     Case("head_dim 256", head_dim=256),
@@ -147,7 +148,7 @@ def passes(family: Any, case: Case, job: Job, gpu: Any) -> object:
     given = job.problem, job.tiling, gpu
     if case.backward:
         return family.backward_passes(*given, job.key_order, "", "flash2")
-    return family.forward_passes(*given, job.key_order, "")
+    return family.forward_passes(*given, job.key_order, "", case.options.get("pack_gqa"))
 
 
 def decoded(case: Case, job: Job) -> object:
@@ -174,6 +175,8 @@ def in_python(kernel: str, family: Any, gpu: Any) -> Callable[[Case, Job], objec
 def taught(case: Case, job: Job) -> None:
     """Raise an error if the teaching kernels do not run a case."""
     numba_cuda._kernel(replace(job, options={"kernel": "teaching"}))
+    if "pack_gqa" in case.options:
+        raise UnsupportedError("backend='numba_cuda' has no option pack_gqa")
     direction = "backward" if case.backward else "forward"
     device_tables.check(job.problem, teaching.choose(job.problem, job.tiling, direction))
     teaching._check_functions(job)
