@@ -27,8 +27,9 @@ def _tests(file):
     return lambda words: (file, "-k", words)
 
 
-hopper, fp8, values, counts = (
-    _tests(f"gpu/test_{name}.py") for name in ("hopper", "fp8", "cupy", "cupy_traces")
+hopper, fp8, values, counts, packed = (
+    _tests(f"gpu/test_{name}.py")
+    for name in ("hopper", "fp8", "cupy", "cupy_traces", "packed_heads")
 )
 
 FAULTS = {
@@ -171,8 +172,22 @@ FAULTS = {
     ),
     "wrong-key-head": Fault(
         "query heads take key heads in turn, not in groups",
-        *(HOPPER_FORWARD, "kv_head = head / a.group;", "kv_head = head % (a.heads / a.group);"),
+        *(HOPPER_FORWARD, "head : head / a.group,", "head : head % (a.heads / a.group),"),
         hopper("test_features and causal and 64"),
+    ),
+    "packed-heads-all-the-first": Fault(
+        "all rows of a query are stored as those of the group's first head",
+        HOPPER_FORWARD,
+        "head = walk_head * FS_PACK + member_of(row);",
+        "head = walk_head * FS_PACK;",
+        packed("test_results and more and 64"),
+    ),
+    "packed-rows-masked-as-queries": Fault(
+        "the mask takes the number of a packed row for that of its query",
+        HOPPER_FORWARD,
+        "query_of(row + 8 * r)",
+        "row + 8 * r",
+        packed("test_results and more and 64"),
     ),
     "ragged-keys-counted": Fault(
         "keys past the end count as loaded",

@@ -155,7 +155,7 @@ def test_one_of_the_backward_by_roles_shows_on_a_cpu(name, monkeypatch):
 @pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 def test_one_of_hoppers_forward_shows_on_a_cpu(monkeypatch):
     with seeded("hopper-largest-as-integers", monkeypatch), pytest.raises(AssertionError):
-        test_emulated_hopper.compare_forward("64", "below")
+        test_emulated_hopper.compare_forward(test_emulated_hopper.FORWARD["64"], "below")
 
 
 @pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
