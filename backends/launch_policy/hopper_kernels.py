@@ -123,7 +123,7 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
         elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
         more += 2 * _DISTANCES
     barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
-    return on_chip(2 * (q + rings.stages * kv) + elements, barriers)
+    return on_chip(2 * (q + rings.stages * kv) + elements, barriers, warpgroups)
 
 
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, ahead: bool) -> Kernel:
@@ -258,10 +258,13 @@ def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
-def on_chip(data: int, barriers: int) -> int:
-    """Return the size of a ``struct OnChip`` in bytes, rounded up to a multiple of 1024."""
-    items = -(-(data + barriers * _BARRIER) // 16) * 16
-    return -(-(items + _ITEMS) // 1024) * 1024
+def on_chip(data: int, barriers: int, shares: int = 0) -> int:
+    """Return the size of a ``struct OnChip`` in bytes, rounded up to a multiple of 1024.
+
+    `shares` is the number of warpgroups that compute only a part of a work tile's visits.
+    """
+    items = -(-(data + barriers * _BARRIER) // 16) * 16 + _ITEMS + 2 * 16 * shares
+    return -(-items // 1024) * 1024
 
 
 def _wide(head_dim: int) -> int:

@@ -4,12 +4,13 @@
 // which key tiles a row tile visits, and which of them need a mask. Blocks are persistent: each
 // takes the next work tile (row tile, head) of the launch's list. With FS_PACK, a row tile has rows
 // of all query heads of a GQA group, which share K and V.
+#define FS_WARPGROUPS (FS_BLOCK_Q / 64)  // consumers
 #include "tile_scheduler.cuh"
 #include "softmax.cuh"
 #include "flex.cuh"
 
 constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, STAGES = FS_STAGES;
-constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
+constexpr int WARPGROUPS = FS_WARPGROUPS;
 constexpr int CHUNKS = (D + 63) / 64, CHUNKS_V = (DV + 63) / 64;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr float LN2 = 1.0f / LOG2E;
@@ -143,6 +144,25 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
+// Warpgroups compute only the visits that their own rows need, if the mask is known by name.
+constexpr bool SHARES = FS_SPANS && !FS_FLEX;
+// The share of warpgroup g. It has no visit if its rows keep no key or do not exist.
+__device__ inline Share share_of(const Args& a, const Item& it, int g) {
+    const int row = it.own.start + 64 * g, rows = min(64, it.own.stop - row);
+    if (rows <= 0) return {};
+    const Keep top(a, query_of(row), it.own.offset, it.end);
+    const Keep bottom(a, query_of(row + rows - 1), it.own.offset, it.end);
+    const int4 span = it.visits.span;  // of key tiles
+    const int low = max(span.x, max(0, top.lo - it.base) / BLOCK_K);
+    const int high = min(span.w, max(0, bottom.hi + BLOCK_K - it.base) / BLOCK_K);
+    if (low >= high) return {};
+    const int whole = min(high, max(low, (max(0, bottom.lo - it.base) + BLOCK_K - 1) / BLOCK_K));
+    const int partial = max(whole, min(high, max(0, top.hi + 1 - it.base) / BLOCK_K));
+    if (FS_DESCENDING)
+        return {span.w - high, span.w - partial, span.w - whole, span.w - low};
+    return {low - span.x, whole - span.x, partial - span.x, high - span.x};
+}
+
 // Starts TMA copies of 64 rows of Q, and credits `bar` with their bytes.
 __device__ inline void copy_queries(u16 (&to)[CHUNKS][64 * 64], const TensorMap* map, u64* bar,
                                     int row, int stop, int head, int batch) {
@@ -163,7 +183,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     // the previous kernel may have written Q, K and V, and used the counter
     wait_for_what_ran_before();
     for (int w = first_work();; w = next_work(counter, items)) {
-        const Item& it = s.items.write(slot, a, w, items, true);
+        Item& it = s.items.prepare(slot, a, w, items, true);
+        if (!SHARES || it.walk < 0) s.items.release(slot);
         if (it.walk < 0) return;
         const int heads = a.heads / FS_PACK, head = it.walk % heads, batch = it.walk / heads;
         const int kv_head = FS_PACK > 1 ? head : head / a.group, n = it.visits.count;
@@ -206,6 +227,11 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 q_parity ^= 1;
                 report_one(a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8,
                            (it.own.stop - it.own.start) * FS_COUNTED * 2);
+                if (SHARES) {  // computed while the first tiles arrive
+#pragma unroll 1
+                    for (int g = 0; g < WARPGROUPS; ++g) it.shares[g] = share_of(a, it, g);
+                    s.items.release(slot);
+                }
             }
         }
         stamp_item(a, it.walk, it.outer, true);
@@ -392,20 +418,44 @@ __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, 
 // Scales and caps the scores (if the exponent cannot apply the scale), and masks them (if the tile
 // needs it).
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
-                                             int v, int query) {
+                                             const Share& share, int v, int query) {
 #if FS_SCALED
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e) {
         S[e] = scaled(a, S[e]);
     }
 #endif
-    mask_scores(S, a, it, v, query);
+    Visit visit = it.visits(a, v);
+    if (SHARES) visit.masked = v < share.y || v >= share.z;
+    mask_scores(S, a, it, visit, query);
 }
 #endif
 
 // The log-sum-exp of a row of a work tile.
 __device__ __forceinline__ float& lse_of(const Args& a, int walk, int row) {
     return a.lse[i64(walk * FS_PACK + member_of(row)) * a.n_q + query_of(row)];
+}
+
+// Releases the tiles of visits that this warpgroup does not compute, and passes on its turns.
+__device__ __forceinline__ void pass_over(OnChip& s, const Args& a, const Item& it, int g,
+                                          const Share& share, int from, int to, Ring& ring_k,
+                                          Ring& ring_v) {
+    const bool speaks = threadIdx.x % 32 == 0, computes = share.x < share.w;
+    for (int v = from; v < to; ++v) {
+        u64* stamps = visit_stamps(a, i64(it.walk) * a.n_visits + it.visits.first + v);
+        stamp(stamps, 0);
+        wait(&s.k_full[ring_k.stage], ring_k.parity);
+        if (speaks) arrive(&s.k_empty[ring_k.stage]);
+        ring_k.next(STAGES);
+        stamp(stamps, 1), stamp(stamps, 2), stamp(stamps, 3);
+        wait(&s.v_full[ring_v.stage], ring_v.parity);
+        if (speaks) arrive(&s.v_empty[ring_v.stage]);
+        ring_v.next(STAGES);
+        stamp(stamps, 4);
+        // A warpgroup has a turn for every visit but one, which is the first that it computes.
+        if (TURNS && (computes || v > 0))
+            named_sync(1 + g, 256), named_arrive(1 + (g + 1) % WARPGROUPS, 256);
+    }
 }
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
@@ -419,9 +469,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     // Warpgroup 0 goes first.
     if (TURNS && g == WARPGROUPS - 1) named_arrive(next_turn, 256);
     while (true) {
-        const Item it = s.items.read(slot);
+        const Item& next = s.items.look(slot);
+        const Item it = next;
+        const Share share = SHARES ? next.shares[g] : Share{0, 0, 0, it.visits.count};
+        s.items.let_go(slot);
         if (it.walk < 0) return;
-        const int n = it.visits.count, query = it.own.start + 64 * g + fragment_row();
+        const int begin = share.x, n = share.w, query = it.own.start + 64 * g + fragment_row();
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
 #if FS_BOUNDED  // scores that the mask keeps lie between -bound and bound
@@ -444,45 +497,46 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
         wait(&s.q_full[g], q_parity);
         q_parity ^= 1;
-        if (n > 0) {
+        if (SHARES) pass_over(s, a, it, g, share, 0, begin, ring_k, ring_v);
+        if (n > begin) {
             u32 P[BLOCK_K / 16][4];
             {  // first visit: scores and softmax
                 float S[BLOCK_K / 2];
-                stamp(visit_stamps(a, first + 0), 0);
+                stamp(visit_stamps(a, first + begin), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
-                stamp(visit_stamps(a, first + 0), 1);
+                stamp(visit_stamps(a, first + begin), 1);
                 issue_scores(S, s, g, descriptor(s.k[ring_k.stage][0], 0));
 #if FS_FLEX
-                const Visit visit = it.visits(a, 0);
+                const Visit visit = it.visits(a, begin);
 #endif
                 wgmma_wait<0>();
                 pin(S);
                 if (speaks) {
                     arrive(&s.k_empty[ring_k.stage]);
-                    if (n == 1) arrive(&s.q_empty[g]);  // the next work tile's Q may be loaded
+                    if (n == begin + 1) arrive(&s.q_empty[g]);  // the next work tile's Q may be loaded
                 }
                 ring_k.next(STAGES);
-                stamp(visit_stamps(a, first + 0), 2);
+                stamp(visit_stamps(a, first + begin), 2);
 #if FS_FLEX
                 shape_visit(S, s, a, it, at, visit, query, g, ring_tile);
 #else
-                shape_scores(S, a, it, 0, query);
+                shape_scores(S, a, it, share, begin, query);
 #endif
                 softmax(S, alpha, to_log2);
                 round_operand(P, S);
-                stamp(visit_stamps(a, first + 0), 3);
+                stamp(visit_stamps(a, first + begin), 3);
             }
             // A visit's K is waited for at the end of the previous visit: arithmetic hides the wait
             // and the computation of K's address.
             const int last = n - 1;
-            if (last > 0) {
-                stamp(visit_stamps(a, first + 1), 0);
+            if (last > begin) {
+                stamp(visit_stamps(a, first + begin + 1), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
-                stamp(visit_stamps(a, first + 1), 1);
+                stamp(visit_stamps(a, first + begin + 1), 1);
             }
             u64 dk = descriptor(s.k[ring_k.stage][0], 0);
 #pragma unroll 1
-            for (int v = 1; v < n; ++v) {
+            for (int v = begin + 1; v < n; ++v) {
                 // The scores of visit v and the output of visit v - 1 are issued together. The
                 // softmax of v then runs while the tensor cores compute that output and,
                 // alternating, the other warpgroups' products.
@@ -506,7 +560,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_FLEX
                 shape_visit(S, s, a, it, at, visit, query, g, ring_tile);
 #else
-                shape_scores(S, a, it, v, query);
+                shape_scores(S, a, it, share, v, query);
 #endif
 #if FS_RAMP
                 const float shift = step * BLOCK_K * (visit.tile - tile);
@@ -554,6 +608,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         } else if (speaks) {
             arrive(&s.q_empty[g]);
         }
+        if (SHARES) pass_over(s, a, it, g, share, n, it.visits.count, ring_k, ring_v);
 
         // -- O / l and L = m + log l, straight from registers -------------------------------------
         const int heads = a.heads / FS_PACK, walk_head = it.walk % heads, batch = it.walk / heads;

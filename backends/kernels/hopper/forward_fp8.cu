@@ -254,7 +254,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                     if (v == n - 1 && speaks) arrive(&s.q_empty[g]);
                     ring_k.next(STAGES);
                     stamp(visit_stamps(a, first + v), 2);
-                    mask_scores(S, a, it, v, query);
+                    mask_scores(S, a, it, it.visits(a, v), query);
                     softmax(S, alpha, to_log2 * scales.x);
                     alpha[0] *= ratio, alpha[1] *= ratio;
                     round_operand_fp8(P, S);

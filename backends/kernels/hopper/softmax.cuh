@@ -15,11 +15,10 @@ __device__ inline void init_rings(OnChip& s, int more = 0) {
     barrier_init_fence();
 }
 
-// Sets to -inf the scores of visit `v`, of rows `row` and row + 8, that the mask drops.
+// Sets to -inf the scores of a visit, of rows `row` and row + 8, that the mask drops.
 template <int N>
-__device__ __forceinline__ void mask_scores(float (&S)[N], const Args& a, const Item& it, int v,
-                                            int row) {
-    const Visit visit = it.visits(a, v);
+__device__ __forceinline__ void mask_scores(float (&S)[N], const Args& a, const Item& it,
+                                            Visit visit, int row) {
     if (!visit.masked) return;
     const int key = it.base + visit.tile * 2 * N + fragment_column();
 #pragma unroll

@@ -33,6 +33,11 @@ struct Ring {  // a stage of a ring, and the parity of the current lap
 #ifndef FS_IN_STEP
 #define FS_IN_STEP 0  // see Step in kv_outer.cuh
 #endif
+#ifdef FS_WARPGROUPS
+// The visits of one warpgroup, as numbers within a work tile: it computes visits x to w, and of
+// these the mask keeps all scores of visits y to z. The mask drops all scores of the other visits.
+using Share = int4;
+#endif
 // One work tile of the persistent loop. The producer writes it ahead of time; all warps read it.
 struct Item {
     int walk;       // batch * heads + head (KV heads in a KV-outer pass); -1: no work tile is left
@@ -44,6 +49,9 @@ struct Item {
     int way;        // step between row tiles: 1, or -1 from the last to the first
 #endif
     Walk visits;
+#ifdef FS_WARPGROUPS
+    Share shares[FS_WARPGROUPS];
+#endif
 };
 
 // Work tile `w` of the launch. As in common.cuh, a group of `clump` heads, whose tensors fit in L2
@@ -101,14 +109,22 @@ struct Items {
     }
     // One thread: writes work tile w into the next slot.
     __device__ inline Item& write(Ring& slot, const Args& a, int w, int items, bool by_row) {
+        Item& it = prepare(slot, a, w, items, by_row);
+        release(slot);
+        return it;
+    }
+    // As `write`, but readers have to wait for `release`.
+    __device__ inline Item& prepare(const Ring& slot, const Args& a, int w, int items, bool by_row) {
         // every warp has read the slot's previous work tile
         wait(&empty[slot.stage], slot.parity ^ 1);
         Item& it = item[slot.stage];
         if (w < items) it = make_item(a, w, by_row);
         else it.walk = -1;
+        return it;
+    }
+    __device__ inline void release(Ring& slot) {
         arrive(&full[slot.stage]);  // releases the work tile to its readers
         slot.next(2);
-        return it;
     }
     // A whole warp: returns a copy of the next work tile.
     __device__ inline Item read(Ring& slot) {
