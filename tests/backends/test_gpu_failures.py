@@ -24,6 +24,7 @@ from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.engines.protocol import Job
 from flashsim.errors import BackendUnavailable
+from flashsim.schedule.split import WHOLE
 from flashsim.schedule.tiling import Tiling
 
 cupy = pytest.importorskip("cupy")
@@ -94,7 +95,7 @@ class Host(arrays.Space):
 class Planned:
     """A plan whose launches fail, if they are given something to fail with."""
 
-    name, tiling, gpu, failure = "portable", Tiling(16, 16), H200, None
+    name, tiling, split, gpu, failure = "portable", Tiling(16, 16), WHOLE, H200, None
     sizes = calls.NewArrays.of(Problem(16, 16, 16, dtype="float16"))
     gradients, new_arrays, head = calls.Plan.gradients, calls.Plan.new_arrays, calls.Plan.head
     summed, ordered = 0, False

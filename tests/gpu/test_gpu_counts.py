@@ -15,6 +15,7 @@ from flashsim.errors import TraceError
 from flashsim.problem.masks import BlockMask
 from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.split import Split
 
 pytestmark = pytest.mark.promise("three counts equal")
 
@@ -131,9 +132,8 @@ def test_heads_that_disagree_are_an_error():
         counts.stage_trace(stage, schedule, tiles, visits)
 
 
-def test_timeline_turns_cycles_into_nanoseconds():
-    p = Problem(64, 48, 16, heads=2)
-    schedule = Schedule(p, TILING)  # 2 row tiles x 3 visits
+def stamped(schedule):
+    """The spans of two loops over 2 row tiles x 3 visits."""
     blocks = np.zeros((2, 2, 1, launch.TILE_STAMPS), np.uint64)
     visits = np.zeros((2, schedule.n_visits, 1, launch.VISIT_STAMPS), np.uint64)
     for walk in range(2):
@@ -144,7 +144,20 @@ def test_timeline_turns_cycles_into_nanoseconds():
             for n in range(3):
                 start = zero + 1_000 + 20_000 * n
                 visits[walk, 3 * tile + n] = start + np.arange(5) * 2_000
-    spans = timeline.spans(0, schedule, "row", blocks, visits, clock_khz=1_000_000)
+    return timeline.spans(0, schedule, "row", blocks, visits, clock_khz=1_000_000)
+
+
+def test_spans_of_packed_heads_name_the_first_head_of_their_group():
+    split = Split(pack_gqa=True)
+    packed = stamped(Schedule(Problem(32, 48, 16, heads=4, kv_heads=2), TILING, split=split))
+    apart = stamped(Schedule(Problem(64, 48, 16, heads=2), TILING))
+    np.testing.assert_array_equal(packed["head"], 2 * apart["head"])
+    for name in ("i", "j", "visit", "start_ns", "end_ns"):
+        np.testing.assert_array_equal(packed[name], apart[name])
+
+
+def test_timeline_turns_cycles_into_nanoseconds():
+    spans = stamped(Schedule(Problem(64, 48, 16, heads=2), TILING))
 
     loads = spans[spans["phase"] == 1]
     assert len(spans) == 2 * 6 * 5 + 2 * 2

@@ -198,5 +198,11 @@ def predict(
     """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)
-    how = {"algorithm": algorithm, "direction": direction, "pack_gqa": pack_gqa or None}
-    return counting.count(problem, tiling=tiling, device=wide, **how)
+    return counting.count(
+        problem,
+        algorithm=algorithm,
+        direction=direction,
+        tiling=tiling,
+        device=wide,
+        pack_gqa=pack_gqa or None,
+    )

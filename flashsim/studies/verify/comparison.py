@@ -226,5 +226,4 @@ def _filled(traffic: Traffic) -> Traffic:
         return traffic
     filled = replace(p, head_dim=d, head_dim_v=dv)
     how = traffic.algorithm, traffic.direction, traffic.tiling, traffic.device
-    how = *how, traffic.split.pack_gqa
-    return predict(filled, *how)
+    return predict(filled, *how, traffic.split.pack_gqa)
