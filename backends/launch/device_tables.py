@@ -28,7 +28,8 @@ class Lowered:
     array (tiles,), holds the number of visits that need a mask. `order`, an int32 array (tiles,),
     lists the outer tiles in the order in which blocks take them. Outer tiles with the most visits
     come first, so that the last tiles to start are short. `ranks`, an int32 array (n_visits,) that
-    only `in_turns` computes, orders the additions to dQ.
+    only `in_turns` computes, orders the additions to dQ. `shares`, an int32 array (tiles, parts, 4)
+    that only `in_shares` computes, has the visits that each part of a row tile's rows needs.
     """
 
     schedule: Schedule
@@ -40,6 +41,7 @@ class Lowered:
     masked: np.ndarray
     order: np.ndarray
     ranks: np.ndarray | None = None
+    shares: np.ndarray | None = None
 
     @property
     def tiles(self) -> int:
@@ -133,6 +135,35 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
         return None
     spans = np.stack([first, first + lead, first + lead + fulls, first + count], axis=1)
     return np.ascontiguousarray(spans, np.int32)
+
+
+@lru_cache(maxsize=64)
+def in_shares(walk: Lowered, rows: int) -> Lowered:
+    """Add `shares` to the tables of a Q-outer loop, for parts of `rows` rows of each row tile.
+
+    A part's four numbers are first, full_first, full_stop and stop, counted from the row tile's
+    first visit. The part needs visits first .. stop - 1, and no mask in full_first .. full_stop -
+    1. A part without visits has zeros. They come from the schedule whose row tiles are the parts.
+    The tables stay without shares if the visits of a row tile or of a part skip a key tile.
+    """
+    schedule = walk.schedule
+    tiling = replace(schedule.tiling, block_q=rows)
+    if (
+        walk.spans is None
+        or (spans := lower(replace(schedule, tiling=tiling), "row").spans) is None
+    ):
+        return walk
+    starts = walk.rows[:, :1] + rows * np.arange(schedule.tiling.block_q // rows)
+    exists = starts < walk.rows[:, 1:2]
+    parts = np.flatnonzero(exists)  # the parts follow the row tiles' order
+    shares = np.zeros((starts.size, 4), np.int32)
+    own = np.repeat(walk.spans, exists.sum(1), axis=0)
+    if walk.descending:
+        shares[parts] = own[:, 3:] - spans[:, ::-1]
+    else:
+        shares[parts] = spans - own[:, :1]
+    shares[shares[:, 0] >= shares[:, 3]] = 0
+    return replace(walk, shares=shares.reshape(*starts.shape, 4))
 
 
 @lru_cache(maxsize=64)

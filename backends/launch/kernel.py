@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
-TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order", "ranks")
+TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order", "shares", "ranks")
 REPORTS = ("visit_counts", "tile_counts", "visit_stamps", "tile_stamps")
 #: FP8 inputs have no backward pass, so q_scale shares the field of dlse.
 SCRATCH = ("lse", "delta", "dq_acc", "turns", "dlse", "k_scale", "v_scale")
@@ -123,6 +123,7 @@ class Variant:
     With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
     a launch lets the next launch of the pass begin.
 
+    With `shares`, each warpgroup of the Hopper forward computes only the visits that its rows need.
     `pack` is the number of query heads whose rows share a row tile of the Hopper forward: the heads
     of a GQA group, or 1.
     """
@@ -143,6 +144,7 @@ class Variant:
     fused: bool = False
     ordered: bool = False
     pack: int = 1
+    shares: bool = False
 
 
 @dataclass(frozen=True)

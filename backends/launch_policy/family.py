@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from flashsim.backends.launch.device_tables import Lowered, in_turns, lower, refuse_functions
+from flashsim.backends.launch.device_tables import (
+    Lowered,
+    in_shares,
+    in_turns,
+    lower,
+    refuse_functions,
+)
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.errors import FlashSimError, TilingError, UnsupportedError
@@ -104,13 +110,15 @@ class Family(ABC):
     function that launches on CuPy's current device. `like` holds compile-time options that do not
     depend on schedule tables or reports. `takes_functions` says whether the kernels take
     `mask_mod`, `score_mod` and `sinks`. `elsewhere` is the advice in error texts if the kernels
-    take no functions.
+    take no functions. If `part_rows` is not 0, each `part_rows` rows of a forward's row tile only
+    visit the key tiles that they need.
     """
 
     name: str
     load: Callable[[Kernel, int], Any]
     like: Variant = PLAIN
     takes_functions: bool = False
+    part_rows: int = 0
     elsewhere: str = "use backend='cupy', 'simulator' or 'numba'"
 
     # -- which tiles ----------------------------------------------------------------------------
@@ -310,6 +318,8 @@ def _passes(
         tables = lower(Schedule(problem, tiling, stage.outer, key_order, split=split), by)
         tables = in_turns(tables) if ordered and by == "col" else tables
         how = family.hand_out(stage, tables, gpu, ordered=ordered, report=report)
+        if stage.name == "forward" and family.part_rows:
+            tables = in_shares(tables, family.part_rows)
         variant = replace(
             family.like,
             spans=tables.spans is not None,
@@ -321,6 +331,7 @@ def _passes(
             fused=algorithm != "flash2",
             ordered=ordered,
             pack=tables.schedule.members,
+            shares=tables.shares is not None,
         )
         walks, _ = plans.heads_of(stage, problem)
         first, launches, clump = 0, list[KernelPass](), how.clump

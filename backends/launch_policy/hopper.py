@@ -357,7 +357,9 @@ class Hopper(Family):
         return replace(made, overlaps=True)
 
 
-HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True, packs_heads=True)
+HOPPER = Hopper(
+    "hopper", nvrtc.load, takes_functions=True, part_rows=64, brings_tiles=True, packs_heads=True
+)
 
 
 def _forward_times(wide: int) -> dict[Tiling, Times]:

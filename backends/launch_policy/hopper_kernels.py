@@ -36,6 +36,7 @@ def forward_kernel(
     """
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
+    more["SHARES"] = variant.shares
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
     if variant.pack > 1:
         more |= {"PACK": variant.pack}

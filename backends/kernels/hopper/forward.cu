@@ -144,25 +144,6 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
-// Warpgroups compute only the visits that their own rows need, if the mask is known by name.
-constexpr bool SHARES = FS_SPANS && !FS_FLEX;
-// The share of warpgroup g. It has no visit if its rows keep no key or do not exist.
-__device__ inline Share share_of(const Args& a, const Item& it, int g) {
-    const int row = it.own.start + 64 * g, rows = min(64, it.own.stop - row);
-    if (rows <= 0) return {};
-    const Keep top(a, query_of(row), it.own.offset, it.end);
-    const Keep bottom(a, query_of(row + rows - 1), it.own.offset, it.end);
-    const int4 span = it.visits.span;  // of key tiles
-    const int low = max(span.x, max(0, top.lo - it.base) / BLOCK_K);
-    const int high = min(span.w, max(0, bottom.hi + BLOCK_K - it.base) / BLOCK_K);
-    if (low >= high) return {};
-    const int whole = min(high, max(low, (max(0, bottom.lo - it.base) + BLOCK_K - 1) / BLOCK_K));
-    const int partial = max(whole, min(high, max(0, top.hi + 1 - it.base) / BLOCK_K));
-    if (FS_DESCENDING)
-        return {span.w - high, span.w - partial, span.w - whole, span.w - low};
-    return {low - span.x, whole - span.x, partial - span.x, high - span.x};
-}
-
 // Starts TMA copies of 64 rows of Q, and credits `bar` with their bytes.
 __device__ inline void copy_queries(u16 (&to)[CHUNKS][64 * 64], const TensorMap* map, u64* bar,
                                     int row, int stop, int head, int batch) {
@@ -184,7 +165,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     wait_for_what_ran_before();
     for (int w = first_work();; w = next_work(counter, items)) {
         Item& it = s.items.prepare(slot, a, w, items, true);
-        if (!SHARES || it.walk < 0) s.items.release(slot);
+        if (!FS_SHARES || it.walk < 0) s.items.release(slot);
         if (it.walk < 0) return;
         const int heads = a.heads / FS_PACK, head = it.walk % heads, batch = it.walk / heads;
         const int kv_head = FS_PACK > 1 ? head : head / a.group, n = it.visits.count;
@@ -227,9 +208,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 q_parity ^= 1;
                 report_one(a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8,
                            (it.own.stop - it.own.start) * FS_COUNTED * 2);
-                if (SHARES) {  // computed while the first tiles arrive
-#pragma unroll 1
-                    for (int g = 0; g < WARPGROUPS; ++g) it.shares[g] = share_of(a, it, g);
+                if (FS_SHARES) {  // read while the first tiles arrive
+                    for (int g = 0; g < WARPGROUPS; ++g)
+                        it.shares[g] = a.shares[it.outer * WARPGROUPS + g];
                     s.items.release(slot);
                 }
             }
@@ -244,12 +225,15 @@ __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map,
     Ring ring, slot;
     wait_for_what_ran_before();  // the previous kernel may have written the array
     while (true) {
-        const Item it = s.items.read(slot);
+        const Item& next = s.items.look(slot);
+        const Item it = next;
+        const Share share = next.share(g);
+        s.items.let_go(slot);
         if (it.walk < 0) return;
         if (threadIdx.x % 32) continue;
         const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
         const int plane = flash_tile_plane(a.captured, at.at), row = it.own.start + 64 * g;
-        for (int v = 0; v < it.visits.count; ++v) {
+        for (int v = share.x; v < share.w; ++v) {
             const int key = it.base + it.visits(a, v).tile * BLOCK_K;
             u64* full = &s.tile_full[g][ring.stage];
             wait(&s.tile_empty[g][ring.stage], ring.parity ^ 1);  // its last readers are done
@@ -425,9 +409,7 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
         S[e] = scaled(a, S[e]);
     }
 #endif
-    Visit visit = it.visits(a, v);
-    if (SHARES) visit.masked = v < share.y || v >= share.z;
-    mask_scores(S, a, it, visit, query);
+    mask_scores(S, a, it, it.visit(a, share, v), query);
 }
 #endif
 
@@ -439,7 +421,7 @@ __device__ __forceinline__ float& lse_of(const Args& a, int walk, int row) {
 // Releases the tiles of visits that this warpgroup does not compute, and passes on its turns.
 __device__ __forceinline__ void pass_over(OnChip& s, const Args& a, const Item& it, int g,
                                           const Share& share, int from, int to, Ring& ring_k,
-                                          Ring& ring_v) {
+                                          Ring& ring_v, Ring& ring_tile) {
     const bool speaks = threadIdx.x % 32 == 0, computes = share.x < share.w;
     for (int v = from; v < to; ++v) {
         u64* stamps = visit_stamps(a, i64(it.walk) * a.n_visits + it.visits.first + v);
@@ -448,6 +430,11 @@ __device__ __forceinline__ void pass_over(OnChip& s, const Args& a, const Item& 
         if (speaks) arrive(&s.k_empty[ring_k.stage]);
         ring_k.next(STAGES);
         stamp(stamps, 1), stamp(stamps, 2), stamp(stamps, 3);
+#if FS_DISTANCES
+        wait(&s.distances_full[ring_tile.stage], ring_tile.parity);
+        if (speaks) arrive(&s.distances_empty[ring_tile.stage]);
+        ring_tile.next(FS_DISTANCES);
+#endif
         wait(&s.v_full[ring_v.stage], ring_v.parity);
         if (speaks) arrive(&s.v_empty[ring_v.stage]);
         ring_v.next(STAGES);
@@ -471,7 +458,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     while (true) {
         const Item& next = s.items.look(slot);
         const Item it = next;
-        const Share share = SHARES ? next.shares[g] : Share{0, 0, 0, it.visits.count};
+        const Share share = next.share(g);
         s.items.let_go(slot);
         if (it.walk < 0) return;
         const int begin = share.x, n = share.w, query = it.own.start + 64 * g + fragment_row();
@@ -492,12 +479,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_RAMP
         // m counts from a row's value at the first key of the current tile
         const float step = flash_ramp_step(a.captured, at.at) / a.scale;
-        int tile = n > 0 ? it.visits(a, 0).tile : 0;
+        int tile = n > begin ? it.visits(a, begin).tile : 0;
         s.ramp.set(g, step);
 #endif
         wait(&s.q_full[g], q_parity);
         q_parity ^= 1;
-        if (SHARES) pass_over(s, a, it, g, share, 0, begin, ring_k, ring_v);
+        if (FS_SHARES) pass_over(s, a, it, g, share, 0, begin, ring_k, ring_v, ring_tile);
         if (n > begin) {
             u32 P[BLOCK_K / 16][4];
             {  // first visit: scores and softmax
@@ -507,7 +494,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 stamp(visit_stamps(a, first + begin), 1);
                 issue_scores(S, s, g, descriptor(s.k[ring_k.stage][0], 0));
 #if FS_FLEX
-                const Visit visit = it.visits(a, begin);
+                const Visit visit = it.visit(a, share, begin);
 #endif
                 wgmma_wait<0>();
                 pin(S);
@@ -543,7 +530,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 float S[BLOCK_K / 2];
 #if FS_FLEX
                 // the schedule's table is read while products run
-                const Visit visit = it.visits(a, v);
+                const Visit visit = it.visit(a, share, v);
 #endif
                 if (TURNS) named_sync(turn, 256);  // the previous warpgroup has issued its products
                 issue_scores(S, s, g, dk);
@@ -608,7 +595,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         } else if (speaks) {
             arrive(&s.q_empty[g]);
         }
-        if (SHARES) pass_over(s, a, it, g, share, n, it.visits.count, ring_k, ring_v);
+        if (FS_SHARES)
+            pass_over(s, a, it, g, share, n, it.visits.count, ring_k, ring_v, ring_tile);
 
         // -- O / l and L = m + log l, straight from registers -------------------------------------
         const int heads = a.heads / FS_PACK, walk_head = it.walk % heads, batch = it.walk / heads;

@@ -34,8 +34,11 @@ struct Ring {  // a stage of a ring, and the parity of the current lap
 #define FS_IN_STEP 0  // see Step in kv_outer.cuh
 #endif
 #ifdef FS_WARPGROUPS
-// The visits of one warpgroup, as numbers within a work tile: it computes visits x to w, and of
-// these the mask keeps all scores of visits y to z. The mask drops all scores of the other visits.
+#ifndef FS_SHARES
+#define FS_SHARES 0  // 1 if each warpgroup has a share of a work tile's visits
+#endif
+// The visits of one warpgroup, as numbers within a work tile: it computes visits x to w - 1. Of
+// these, the mask keeps all scores of visits y to z - 1. The mask drops all scores of the others.
 using Share = int4;
 #endif
 // One work tile of the persistent loop. The producer writes it ahead of time; all warps read it.
@@ -51,6 +54,16 @@ struct Item {
     Walk visits;
 #ifdef FS_WARPGROUPS
     Share shares[FS_WARPGROUPS];
+
+    __device__ Share share(int warpgroup) const {
+        return FS_SHARES ? shares[warpgroup] : Share{0, 0, 0, visits.count};
+    }
+    // Visit v of a warpgroup with this share.
+    __device__ Visit visit(const Args& a, const Share& share, int v) const {
+        Visit found = visits(a, v);
+        if (FS_SHARES) found.masked = v < share.y || v >= share.z;
+        return found;
+    }
 #endif
 };
 
