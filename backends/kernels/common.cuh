@@ -96,7 +96,7 @@ struct Args {
     const int4* spans;  // Schedule.row_spans or col_spans, by the outer loop of this pass
     const int *ptr, *index, *kind; // Schedule.row_csr or col_csr
     const int* order;              // outer tiles, in the order in which blocks take them
-    const int4* shares;            // Lowered.shares: visits of each warpgroup of a Hopper forward
+    const ushort4* shares;         // Lowered.shares: visits of each warpgroup of a Hopper forward
     const int* ranks;  // rank of each visit among the ordered additions to dQ (device_tables.py)
     // bytes moved: (query heads, n_visits, 8), or (walks, n_visits, 8) with FS_PACK; (walks, tiles, 8)
     u32 *visit_counts, *tile_counts;

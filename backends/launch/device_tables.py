@@ -28,8 +28,10 @@ class Lowered:
     array (tiles,), holds the number of visits that need a mask. `order`, an int32 array (tiles,),
     lists the outer tiles in the order in which blocks take them. Outer tiles with the most visits
     come first, so that the last tiles to start are short. `ranks`, an int32 array (n_visits,) that
-    only `in_turns` computes, orders the additions to dQ. `shares`, an int32 array (tiles, parts, 4)
-    that only `in_shares` computes, has the visits that each part of a row tile's rows needs.
+    only `in_turns` computes, orders the additions to dQ. `shares`, a uint16 array (tiles, 4, 4)
+    that only `in_shares` computes, has the visits that each part of a row tile's rows needs. The 32
+    bytes of a row tile are one sector of memory. `parts` is the number of parts of a complete row
+    tile.
     """
 
     schedule: Schedule
@@ -42,6 +44,7 @@ class Lowered:
     order: np.ndarray
     ranks: np.ndarray | None = None
     shares: np.ndarray | None = None
+    parts: int = 1
 
     @property
     def tiles(self) -> int:
@@ -143,27 +146,31 @@ def in_shares(walk: Lowered, rows: int) -> Lowered:
 
     A part's four numbers are first, full_first, full_stop and stop, counted from the row tile's
     first visit. The part needs visits first .. stop - 1, and no mask in full_first .. full_stop -
-    1. A part without visits has zeros. They come from the schedule whose row tiles are the parts.
-    The tables stay without shares if the visits of a row tile or of a part skip a key tile.
+    1. A part without visits has zeros. They come from the schedule whose row tiles are the parts. A
+    row tile has at most four parts. The tables stay without shares if the visits of a row tile or
+    of a part skip a key tile, or if a row tile has more visits than 16 bits can count.
     """
     schedule = walk.schedule
-    tiling = replace(schedule.tiling, block_q=rows)
-    if (
-        walk.spans is None
-        or (spans := lower(replace(schedule, tiling=tiling), "row").spans) is None
-    ):
+    if walk.spans is None or walk.visits.max() > 0xFFFF:
         return walk
-    starts = walk.rows[:, :1] + rows * np.arange(schedule.tiling.block_q // rows)
-    exists = starts < walk.rows[:, 1:2]
-    parts = np.flatnonzero(exists)  # the parts follow the row tiles' order
-    shares = np.zeros((starts.size, 4), np.int32)
-    own = np.repeat(walk.spans, exists.sum(1), axis=0)
-    if walk.descending:
-        shares[parts] = own[:, 3:] - spans[:, ::-1]
-    else:
-        shares[parts] = spans - own[:, :1]
-    shares[shares[:, 0] >= shares[:, 3]] = 0
-    return replace(walk, shares=shares.reshape(*starts.shape, 4))
+    tiling = replace(schedule.tiling, block_q=rows)
+    spans = lower(replace(schedule, tiling=tiling), "row").spans
+    if spans is None:
+        return walk
+    at = rows * np.arange(4)
+    exists = (at < schedule.tiling.block_q) & (walk.rows[:, :1] + at < walk.rows[:, 1:2])
+    own = np.repeat(walk.spans, exists.sum(1), axis=0)  # parts follow the order of row tiles
+    found = own[:, 3:] - spans[:, ::-1] if walk.descending else spans - own[:, :1]
+    found[found[:, 0] >= found[:, 3]] = 0
+    shares = np.zeros((*exists.shape, 4), np.uint16)
+    shares[exists] = found
+    return replace(walk, shares=shares, parts=schedule.tiling.block_q // rows)
+
+
+def parts_of(walk: Lowered) -> np.ndarray:
+    """Return the `shares` of the parts that a complete row tile has: uint16 (tiles, parts, 4)."""
+    assert walk.shares is not None
+    return walk.shares[:, : walk.parts]
 
 
 @lru_cache(maxsize=64)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.backends.launch.device_tables import Lowered, in_shares, lower, parts_of
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.problem.problem import Problem
@@ -129,12 +130,37 @@ _ROUNDS = 12
 
 @lru_cache(maxsize=512)
 def microseconds(
-    problem: Problem, tiling: Tiling, times: Times, processors: int, split: Split = WHOLE
+    problem: Problem,
+    tiling: Tiling,
+    times: Times,
+    processors: int,
+    split: Split = WHOLE,
+    part_rows: int = 0,
 ) -> float:
-    """Return the predicted µs of a forward launch that has one block per SM."""
+    """Return the predicted µs of a forward launch that has one block per SM.
+
+    `part_rows` is that of the kernel family.
+    """
     schedule = Schedule(problem, tiling, split=split)
     walks = problem.batch * problem.heads // schedule.members
-    return _launch(times.items(schedule.visit_counts), walks, processors)
+    visits = schedule.visit_counts
+    if part_rows and schedule.row_spans is not None:
+        visits = effective_visits(in_shares(lower(schedule, "row"), part_rows))
+    return _launch(times.items(visits), walks, processors)
+
+
+def effective_visits(tables: Lowered) -> np.ndarray:
+    """Return, for each row tile, the visits that take as long if all warpgroups compute them.
+
+    A warpgroup that computes fewer visits leaves the tensor cores to the others, but the row tile
+    ends with the last of them. The result is halfway between the mean and the largest number of a
+    warpgroup's visits.
+    """
+    if tables.shares is None:
+        return tables.visits
+    parts = parts_of(tables).astype(np.int64)
+    visits = parts[..., 3] - parts[..., 0]
+    return (visits.mean(1) + visits.max(1)) / 2
 
 
 @lru_cache(maxsize=512)

@@ -117,7 +117,8 @@ class Hopper(Family):
                 return (Tiling(64, 128),)
             low, high = Tiling(64, 128), Tiling(80, 128)
             return (high, low) if d <= 80 else (low, high)
-        times, launch_time = _forward_times(d), partial(microseconds, split=_split(asked))
+        times = _forward_times(d)
+        launch_time = partial(microseconds, split=_split(asked), part_rows=self.part_rows)
         if d <= 128:
             best = list(fastest_first(problem, times, gpu.multiprocessors, launch_time))
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
@@ -164,7 +165,7 @@ class Hopper(Family):
             if tile not in times:  # only for block masks
                 return math.inf
             given = p, tile, times[tile], asked.gpu.multiprocessors
-            return microseconds(*given, _split(request))
+            return microseconds(*given, _split(request), self.part_rows)
 
         return took(True) < (1 - _PACKING_GAINS) * took(False)
 

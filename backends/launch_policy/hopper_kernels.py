@@ -264,7 +264,7 @@ def on_chip(data: int, barriers: int, shares: int = 0) -> int:
 
     `shares` is the number of warpgroups that compute only a part of a work tile's visits.
     """
-    items = -(-(data + barriers * _BARRIER) // 16) * 16 + _ITEMS + 2 * 16 * shares
+    items = -(-(data + barriers * _BARRIER) // 16) * 16 + _ITEMS + 2 * 16 * -(-shares // 2)
     return -(-items // 1024) * 1024
 
 

@@ -210,7 +210,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                            (it.own.stop - it.own.start) * FS_COUNTED * 2);
                 if (FS_SHARES) {  // read while the first tiles arrive
                     for (int g = 0; g < WARPGROUPS; ++g)
-                        it.shares[g] = a.shares[it.outer * WARPGROUPS + g];
+                        it.shares[g] = a.shares[it.outer * 4 + g];
                     s.items.release(slot);
                 }
             }
@@ -233,7 +233,7 @@ __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map,
         if (threadIdx.x % 32) continue;
         const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
         const int plane = flash_tile_plane(a.captured, at.at), row = it.own.start + 64 * g;
-        for (int v = share.x; v < share.w; ++v) {
+        for (int v = share.first; v < share.stop; ++v) {
             const int key = it.base + it.visits(a, v).tile * BLOCK_K;
             u64* full = &s.tile_full[g][ring.stage];
             wait(&s.tile_empty[g][ring.stage], ring.parity ^ 1);  // its last readers are done
@@ -422,7 +422,7 @@ __device__ __forceinline__ float& lse_of(const Args& a, int walk, int row) {
 __device__ __forceinline__ void pass_over(OnChip& s, const Args& a, const Item& it, int g,
                                           const Share& share, int from, int to, Ring& ring_k,
                                           Ring& ring_v, Ring& ring_tile) {
-    const bool speaks = threadIdx.x % 32 == 0, computes = share.x < share.w;
+    const bool speaks = threadIdx.x % 32 == 0, computes = share.first < share.stop;
     for (int v = from; v < to; ++v) {
         u64* stamps = visit_stamps(a, i64(it.walk) * a.n_visits + it.visits.first + v);
         stamp(stamps, 0);
@@ -461,7 +461,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const Share share = next.share(g);
         s.items.let_go(slot);
         if (it.walk < 0) return;
-        const int begin = share.x, n = share.w, query = it.own.start + 64 * g + fragment_row();
+        const int begin = share.first, n = share.stop, query = it.own.start + 64 * g + fragment_row();
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
 #if FS_BOUNDED  // scores that the mask keeps lie between -bound and bound

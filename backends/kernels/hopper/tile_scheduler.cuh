@@ -37,9 +37,12 @@ struct Ring {  // a stage of a ring, and the parity of the current lap
 #ifndef FS_SHARES
 #define FS_SHARES 0  // 1 if each warpgroup has a share of a work tile's visits
 #endif
-// The visits of one warpgroup, as numbers within a work tile: it computes visits x to w - 1. Of
-// these, the mask keeps all scores of visits y to z - 1. The mask drops all scores of the others.
-using Share = int4;
+// The visits of one warpgroup, as numbers within a work tile: it computes visits `first` to `stop` -
+// 1. Of these, the mask keeps all scores of visits `full_first` to `full_stop` - 1. The mask drops
+// all scores of the other visits.
+struct Share {
+    int first, full_first, full_stop, stop;
+};
 #endif
 // One work tile of the persistent loop. The producer writes it ahead of time; all warps read it.
 struct Item {
@@ -53,15 +56,17 @@ struct Item {
 #endif
     Walk visits;
 #ifdef FS_WARPGROUPS
-    Share shares[FS_WARPGROUPS];
+    ushort4 shares[FS_WARPGROUPS];  // of a row of Args::shares
 
     __device__ Share share(int warpgroup) const {
-        return FS_SHARES ? shares[warpgroup] : Share{0, 0, 0, visits.count};
+        if (!FS_SHARES) return {0, 0, 0, visits.count};
+        const ushort4 s = shares[warpgroup];
+        return {s.x, s.y, s.z, s.w};
     }
     // Visit v of a warpgroup with this share.
     __device__ Visit visit(const Args& a, const Share& share, int v) const {
         Visit found = visits(a, v);
-        if (FS_SHARES) found.masked = v < share.y || v >= share.z;
+        if (FS_SHARES) found.masked = v < share.full_first || v >= share.full_stop;
         return found;
     }
 #endif

@@ -177,7 +177,9 @@ def _predicted(
         name: crossing(traffic, stage, op, **how, with_l1=with_l1) for name, op in _OPS.items()
     }
     warps = launch.threads // 32 if with_l1 and not hopper else 1  # on Hopper one thread reads
-    requested["requested read"] += table_reads(traffic, stage, **how, warps=warps)
+    requested["requested read"] += table_reads(
+        traffic, stage, **how, python=one.python, warps=warps
+    )
     return requested | {
         _SECTORS: sectors_written(traffic, stage, hopper=hopper),
         "reads at L2": crossing(traffic, stage, "load", hopper=False),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.backends.launch.device_tables import lower
+from flashsim.backends.launch.device_tables import in_shares, lower
 from flashsim.backends.launch.kernel import Gpu, padded_dims, row_elements
 from flashsim.backends.launch_policy import hopper_kernels
 from flashsim.backends.launch_policy.family import PLAIN
@@ -206,13 +206,15 @@ def table_reads(
     *,
     hopper: bool,
     launches: Sequence[SharedItems] = (),
+    python: bool = False,
     warps: int = 1,
 ) -> int:
     """Return the bytes that thread blocks read from the tables of work tiles and visits.
 
     The visits of each work tile must be contiguous. Per work tile, each of `warps` warps reads two
-    sectors: one with the outer tile's number, one with the visits. If a Hopper kernel has more work
-    tiles than SMs, a block reads one more sector for each next work tile.
+    sectors: one with the outer tile's number, one with the visits. A Hopper forward in C++ reads a
+    third, with the visits of each warpgroup. If a Hopper kernel has more work tiles than SMs, a
+    block reads one more sector for each next work tile.
     """
     schedule = traffic.schedule(stage)
     spans = schedule.col_spans if stage.outer == "keys" else schedule.row_spans
@@ -224,7 +226,16 @@ def table_reads(
     for items, blocks, _ in launches or [SharedItems(walks * len(spans))]:
         asked = items if hopper and blocks == 1 and items > sms else 0
         total += 2 * items * blocks * warps + asked
+    if hopper and _shares(traffic, stage, python=python) is not None:
+        total += walks * len(spans)
     return SECTOR * total
+
+
+def _shares(traffic: Traffic, stage: plans.Stage, *, python: bool) -> np.ndarray | None:
+    """Return `Lowered.shares` of a Hopper kernel; None if each warpgroup computes all visits."""
+    if python or stage.name != "forward" or traffic.problem.fp8:
+        return None
+    return in_shares(lower(traffic.schedule(stage), "row"), HOPPER.part_rows).shares
 
 
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
@@ -254,7 +265,8 @@ def tensor_flops(
 ) -> int:
     """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
 
-    Tiles that are masked in part, or cut off at an edge, count as whole tiles. The Hopper backward
+    Tiles that are masked in part, or cut off at an edge, count as whole tiles. In the Hopper
+    forward in C++, these tiles are those of a warpgroup, which has 64 rows. The Hopper backward
     kernels written in Python multiply whole chunks of 64 columns. The FLOPs of dQ products that
     kernels discard count too.
     """
@@ -264,6 +276,11 @@ def tensor_flops(
     walks, _ = plans.heads_of(stage, p)
     members = plans.members_of(stage, p, traffic.split)
     visits, total = traffic.schedule(stage).sums.visits * walks * members, 0
+    shares = _shares(traffic, stage, python=python) if hopper else None
+    if shares is not None:
+        rows, counts = HOPPER.part_rows, shares.astype(np.int64)
+        sides = rows, tiling.block_k, rows * tiling.block_k
+        visits = int((counts[..., 3] - counts[..., 0]).sum()) * walks
     items = sum(one.items for one in launches) or 1
     for n, blocks, unused in launches or [SharedItems(1)]:
         if hopper and stage.name != "forward":
