@@ -140,6 +140,10 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
     return np.ascontiguousarray(spans, np.int32)
 
 
+#: Kernels without shares have fewer instructions.
+_WORTH = 0.01
+
+
 @lru_cache(maxsize=64)
 def in_shares(walk: Lowered, rows: int) -> Lowered:
     """Add `shares` to the tables of a Q-outer loop, for parts of `rows` rows of each row tile.
@@ -147,8 +151,9 @@ def in_shares(walk: Lowered, rows: int) -> Lowered:
     A part's four numbers are first, full_first, full_stop and stop, counted from the row tile's
     first visit. The part needs visits first .. stop - 1, and no mask in full_first .. full_stop -
     1. A part without visits has zeros. They come from the schedule whose row tiles are the parts. A
-    row tile has at most four parts. The tables stay without shares if the visits of a row tile or
-    of a part skip a key tile, or if a row tile has more visits than 16 bits can count.
+    row tile has at most four parts. The tables stay without shares if these would save less than
+    `_WORTH` of the parts' visits, if the visits of a row tile or of a part skip a key tile, or if a
+    row tile has more visits than 16 bits can count.
     """
     schedule = walk.schedule
     if walk.spans is None or walk.visits.max() > 0xFFFF:
@@ -162,9 +167,12 @@ def in_shares(walk: Lowered, rows: int) -> Lowered:
     own = np.repeat(walk.spans, exists.sum(1), axis=0)  # parts follow the order of row tiles
     found = own[:, 3:] - spans[:, ::-1] if walk.descending else spans - own[:, :1]
     found[found[:, 0] >= found[:, 3]] = 0
+    parts = schedule.tiling.block_q // rows
+    if (found[:, 3] - found[:, 0]).sum() > (1 - _WORTH) * parts * walk.visits.sum():
+        return walk
     shares = np.zeros((*exists.shape, 4), np.uint16)
     shares[exists] = found
-    return replace(walk, shares=shares, parts=schedule.tiling.block_q // rows)
+    return replace(walk, shares=shares, parts=parts)
 
 
 def parts_of(walk: Lowered) -> np.ndarray:
