@@ -78,8 +78,8 @@ def test_shares_are_what_the_rows_need(n_q, n_kv, left, causal, block_q, block_k
 def test_shares_save_visits():
     """A row tile's 192 rows see up to two key tiles more than its first 64 rows."""
     causal = Problem(4 * 192, head_dim=64, causal=True)
-    # Row tiles end with keys 191, 383, 575 and 767: 2, 3, 5 and 6 key tiles. In the first and third,
-    # two warpgroups end one tile earlier; in the others, one.
+    # Row tiles end with keys 191, 383, 575 and 767: 2, 3, 5 and 6 key tiles. In the first and
+    # third, two warpgroups end one tile earlier; in the others, one.
     assert check(causal, Tiling(192, 128)) == 2 + 1 + 2 + 1
     ends = (0, 70, 400, 500)
     packed = Problem(500, 500, 64, causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends)
