@@ -357,7 +357,9 @@ class Worker:
 
 
 def chosen(only: str | None, dtype: str, shapes: str = "course") -> list[str]:
-    """Return the names of the implementations to run; slow compilers only on request.
+    """Return the names of the implementations to run.
+
+    Slow compilers, and our kernels with one form of grouped heads, run only on request.
 
     Raises
     ------
@@ -369,6 +371,8 @@ def chosen(only: str | None, dtype: str, shapes: str = "course") -> list[str]:
     names = only.split(",") if only else list(IMPLEMENTATIONS)
     if not only and shapes != "course":
         names = [name for name in names if not name.endswith("compiled")]
+    if not only:
+        names = [name for name in names if " heads " not in name]
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise OptionError(f"no implementation {name!r}; {choices(name, IMPLEMENTATIONS)}")

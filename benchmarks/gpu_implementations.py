@@ -153,6 +153,8 @@ IMPLEMENTATIONS: dict[str, Torch | Cute | Flashsim] = {
     "flashsim numba_cuda deterministic": Flashsim("numba_cuda", deterministic=True),
     "flashsim numba_cuda three passes": Flashsim("numba_cuda", deterministic=None),
     "flashsim numba_cuda tensor": Flashsim("numba_cuda", deterministic=False, kernel="tensor"),
+    "flashsim cupy heads packed": Flashsim("cupy", deterministic=False, pack_gqa=True),
+    "flashsim cupy heads apart": Flashsim("cupy", deterministic=False, pack_gqa=False),
     "flash-attn cute": Cute(),
     "torch flash2": Torch("FLASH_ATTENTION"),
     "torch cudnn": Torch("CUDNN_ATTENTION"),

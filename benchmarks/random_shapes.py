@@ -1,7 +1,7 @@
 r"""Compare flashsim's kernels with the fastest others on random shapes.
 
     python benchmarks/random_shapes.py --seed 1 2 3 [--shapes 40] [--csv out.csv] [--seconds 300] \
-        [--jobs 14]
+        [--jobs 14] [--grouped]
 
 Draws shapes from the distribution in `draw`, and times every implementation of benchmarks/gpu.py on
 each. All are interleaved in one process, after the same spinning kernel. `ours` is `backend="cupy"`
@@ -11,7 +11,8 @@ ours (above 1: ours is faster). For all shapes it prints the fraction at least a
 geometric mean, the worst, and every shape below 1.00, the worst first. Choose the seed after the
 kernels are written. With `--jobs`, several processes first run each shape once, and so compile all
 kernels at the same time; after that, one process after the other times its shapes. The seconds
-begin with the timing.
+begin with the timing. `--grouped` keeps only the shapes with grouped heads, and also times our
+forward with packed query heads and without (`pack_gqa=`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gpu import COLUMNS, DIRECTIONS, Shape, Worker
 from gpu_lab import csv_file
 
 OURS = "flashsim cupy"
+FORMS = "flashsim cupy heads packed", "flashsim cupy heads apart"
 OTHERS = ("flash-attn cute", "torch cudnn", "torch flash2")
 #: Maximum number of scores and of elements of Q per shape: each pass takes a few ms at most.
 SCORES, ELEMENTS = 4e9, 2**28
@@ -80,6 +82,13 @@ def ratio(rows: Sequence[dict[str, Any]], direction: str) -> tuple[float, str] |
     return times[best] / times[OURS], best
 
 
+def packing(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Return the forward's time without packed heads divided by the time with them, or None."""
+    times = {r["implementation"]: r["forward_ms"] for r in rows}
+    packed, apart = (times.get(name) or None for name in FORMS)
+    return apart / packed if packed and apart else None
+
+
 def summary(direction: str, found: Sequence[tuple[float, str]]) -> str:
     """Return a summary of all shapes, from each shape's ratio and description."""
     n, ratios = len(found), [ratio for ratio, _ in found]
@@ -106,13 +115,15 @@ def main() -> None:
     )
     parser.add_argument("--csv", default="random_shapes.csv", help="file for the table")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile first")
+    parser.add_argument("--grouped", action="store_true", help="only shapes with grouped heads")
     options = parser.parse_args()
     drawn = []
     for seed in options.seed:
         rng = random.Random(seed)
-        drawn += [(seed, draw(rng)) for _ in range(options.shapes)]
+        shapes = [draw(rng) for _ in range(options.shapes)]
+        drawn += [(seed, shape) for shape in shapes if shape.kv_heads or not options.grouped]
     workers = [Worker() for _ in range(max(options.jobs, 1))]
-    everyone = (OURS, *OTHERS)
+    everyone = (OURS, *(FORMS if options.grouped else ()), *OTHERS)
 
     def warm_up(number: int) -> None:
         for _, shape in drawn[number :: len(workers)]:
@@ -144,6 +155,8 @@ def main() -> None:
                 ratios.append((here[0], f"{shape} ({here[1]})"))
                 ours = rows[0][f"{direction}_ms"]
                 text += f"  {direction} {ours * 1e3:8.1f} us {here[0]:.3f} ({here[1]})"
+            if (gain := packing(rows)) is not None:
+                text += f"  apart / packed {gain:.3f}"
             print(text, flush=True)
     for worker in workers:
         worker.close()

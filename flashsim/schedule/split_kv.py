@@ -53,7 +53,8 @@ def choose(
     longest row tile's visits.
     """
     if not plans.splits_keys(algorithm):
-        packed = checks.flag("pack_gqa", pack_gqa or False) and problem.group > 1
+        asked = False if pack_gqa is None else checks.flag("pack_gqa", pack_gqa)
+        packed = asked and problem.group > 1
         split = Split(pack_gqa=packed)
         return tiling or Tiling.fit(problem, device, algorithm, split=split), split
     check_splits(splits)

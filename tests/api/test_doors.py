@@ -157,7 +157,8 @@ TAKES = {
     },
     flashsim.count: {
         NOTHING: "problem algorithm direction device key_order level",
-        "None": "tiling l2 splits pack_gqa cache_seqlens shared_prefix",
+        "None": "tiling l2 splits cache_seqlens shared_prefix",
+        f"None {FLAGS}": "pack_gqa",
     },
     flashsim.compare: {
         NOTHING: "algorithms backend algorithm",
@@ -262,6 +263,7 @@ TAKES = {
         NOTHING: "problem direction algorithm device splits",
         "None": "kernels tiling constants",
         "None {} {'x':1}": "heads_in_group",
+        f"None {FLAGS}": "pack_gqa",
     },
     reproduce.tables: {NOTHING: "name"},
     verify.verify: {

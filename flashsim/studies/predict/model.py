@@ -168,6 +168,8 @@ def predict(
         )
     kernels = _named(kernels, device)
     inputs.check_tiling(tiling)
+    if pack_gqa is not None:
+        pack_gqa = checks.flag("pack_gqa", pack_gqa)
     if pack_gqa and direction == "backward":
         raise OptionError("a backward pass packs no query heads; leave out pack_gqa=")
     how = direction, algorithm, kernels, tiling, device, pack_gqa
