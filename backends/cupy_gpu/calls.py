@@ -59,7 +59,7 @@ class Uploaded:
         self.arrays = {
             name: cupy.asarray(table)
             for name in launch.TABLES
-            if (table := getattr(tables, name)) is not None
+            if (table := tables.table(name)) is not None
         }
         self.pointers = [
             self.arrays[name].data.ptr if name in self.arrays else 0 for name in launch.TABLES

@@ -96,8 +96,10 @@ struct Args {
     const int4* spans;  // Schedule.row_spans or col_spans, by the outer loop of this pass
     const int *ptr, *index, *kind; // Schedule.row_csr or col_csr
     const int* order;              // outer tiles, in the order in which blocks take them
-    const ushort4* shares;         // Lowered.shares: visits of each warpgroup of a Hopper forward
-    const int* ranks;  // rank of each visit among the ordered additions to dQ (device_tables.py)
+    union {  // see device_tables.py
+        const int* ranks;       // rank of each visit among the ordered additions to dQ
+        const ushort4* shares;  // visits of each warpgroup of a Hopper forward: (tiles, 4)
+    };
     // bytes moved: (query heads, n_visits, 8), or (walks, n_visits, 8) with FS_PACK; (walks, tiles, 8)
     u32 *visit_counts, *tile_counts;
     u64 *visit_stamps, *tile_stamps;  // the same, with 5 numbers each

@@ -46,6 +46,12 @@ class Lowered:
     shares: np.ndarray | None = None
     parts: int = 1
 
+    def table(self, name: str) -> np.ndarray | None:
+        """Return the table with this name in `launch.TABLES`; `shares` takes the place of ranks."""
+        found = self.shares if name == "ranks" and self.shares is not None else getattr(self, name)
+        assert found is None or isinstance(found, np.ndarray)
+        return found
+
     @property
     def tiles(self) -> int:
         """The number of outer tiles (row tiles if Q-outer, column tiles if KV-outer)."""

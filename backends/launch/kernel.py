@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
-TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order", "shares", "ranks")
+TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order", "ranks")
 REPORTS = ("visit_counts", "tile_counts", "visit_stamps", "tile_stamps")
 #: FP8 inputs have no backward pass, so q_scale shares the field of dlse.
 SCRATCH = ("lse", "delta", "dq_acc", "turns", "dlse", "k_scale", "v_scale")

@@ -333,9 +333,11 @@ class Hopper(Family):
                 return rings
         return Rings(2)
 
-    def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
+    def forward_bytes(
+        self, problem: Problem, tiling: Tiling, rings: Rings, *, shares: bool = True
+    ) -> int:
         """Return the bytes of shared memory per thread block of the forward kernel."""
-        return hopper_kernels.forward_bytes(problem, tiling, rings)
+        return hopper_kernels.forward_bytes(problem, tiling, rings, shares=shares)
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
@@ -344,7 +346,7 @@ class Hopper(Family):
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)
-            shared = self.forward_bytes(problem, tiling, rings)
+            shared = self.forward_bytes(problem, tiling, rings, shares=variant.shares)
             ahead = self.brings_tiles
             made = hopper_kernels.forward_kernel(*given, shared, rings, ahead=ahead)
         elif stage == "fused" and tiling == ROLES:

@@ -109,7 +109,7 @@ def take_turns(problem: Problem, tiling: Tiling) -> bool:
     return not (wide and problem.n_kv > 16 * tiling.block_k)
 
 
-def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
+def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings, *, shares: bool = True) -> int:
     """Return the bytes of shared memory per thread block of the Hopper forward."""
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
@@ -124,7 +124,7 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
         elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
         more += 2 * _DISTANCES
     barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
-    return on_chip(2 * (q + rings.stages * kv) + elements, barriers, warpgroups)
+    return on_chip(2 * (q + rings.stages * kv) + elements, barriers, warpgroups * shares)
 
 
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, ahead: bool) -> Kernel:

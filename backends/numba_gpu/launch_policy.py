@@ -54,7 +54,9 @@ class PythonHopper(hopper.Hopper):
         """Return False: these kernels process a group's heads one after another."""
         return False
 
-    def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
+    def forward_bytes(
+        self, problem: Problem, tiling: Tiling, rings: Rings, *, shares: bool = False
+    ) -> int:
         """Return the bytes of shared memory per thread block of the forward."""
         sides = launch.padded_dims(problem)
         return OnChip(tiling.block_q, tiling.block_k, *sides, rings.stages).nbytes

@@ -178,7 +178,7 @@ class Emulator:
             "visit_counts": np.zeros((*one.visit_records, launch.SLOTS), "u4"),
             "tile_counts": np.zeros((one.walks, tables.tiles, launch.SLOTS), "u4"),
         }
-        held = {name: getattr(tables, name) for name in launch.TABLES}
+        held = {name: tables.table(name) for name in launch.TABLES}
         fill_in(record, one.kernel, p, arrays)
         if "starts" in record.dtype.names:
             starts = tables.starts

@@ -208,11 +208,11 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 q_parity ^= 1;
                 report_one(a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8,
                            (it.own.stop - it.own.start) * FS_COUNTED * 2);
-                if (FS_SHARES) {  // read while the first tiles arrive
-                    for (int g = 0; g < WARPGROUPS; ++g)
-                        it.shares[g] = a.shares[it.outer * 4 + g];
-                    s.items.release(slot);
-                }
+#if FS_SHARES  // read while the first tiles arrive
+                for (int g = 0; g < WARPGROUPS; ++g)
+                    it.shares[g] = a.shares[it.outer * 4 + g];
+                s.items.release(slot);
+#endif
             }
         }
         stamp_item(a, it.walk, it.outer, true);

@@ -56,13 +56,16 @@ struct Item {
 #endif
     Walk visits;
 #ifdef FS_WARPGROUPS
-    ushort4 shares[FS_WARPGROUPS];  // of a row of Args::shares
+#if FS_SHARES
+    ushort4 shares[FS_WARPGROUPS];
 
     __device__ Share share(int warpgroup) const {
-        if (!FS_SHARES) return {0, 0, 0, visits.count};
         const ushort4 s = shares[warpgroup];
         return {s.x, s.y, s.z, s.w};
     }
+#else
+    __device__ Share share(int) const { return {0, 0, 0, visits.count}; }
+#endif
     // Visit v of a warpgroup with this share.
     __device__ Visit visit(const Args& a, const Share& share, int v) const {
         Visit found = visits(a, v);
