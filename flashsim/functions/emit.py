@@ -72,6 +72,14 @@ __device__ __forceinline__ int flash_floordiv(int a, int b) {
 __device__ __forceinline__ int flash_mod(int a, int b) {
     return a - flash_floordiv(a, b == 0 ? 1 : b) * (b == 0 ? 1 : b);
 }
+// Whether a == b, for an a or b that is a maximum. ptxas (12.9 to 13.4) compiles the comparison of
+// max(max(x, y), 0) or max(min(x, y), 0) with x or y to one instruction (VIMNMX.RELU), whose result
+// is wrong. It does not do this for the exclusive or.
+__device__ __forceinline__ bool flash_same(int a, int b) {
+    int apart;
+    asm("xor.b32 %0, %1, %2;" : "=r"(apart) : "r"(a), "r"(b));
+    return apart == 0;
+}
 // A position as a base that many scores share, plus a step. Both are converted to float separately.
 // Steps that are constants need no conversion at run time, so one conversion serves many scores.
 struct FlashAt {
@@ -392,6 +400,15 @@ def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
     return found
 
 
+def of_extremes(nodes: tuple[Node, ...]) -> list[bool]:
+    """Return one bool per node: True if the node is an integer that a min, max or where affects."""
+    found: list[bool] = []
+    for node in nodes:
+        own = node.op in ("min", "max", "where")
+        found.append(node.kind == INT and (own or any(found[a] for a in node.args)))
+    return found
+
+
 class _Cuda:
     """Writes CUDA C++ statements for a graph's nodes; arrays are numbered from `first`."""
 
@@ -415,6 +432,7 @@ class _Cuda:
         }
         self.ranges = {} if extents is None else ranges_of_integers(nodes, extents)
         self.positive = never_negative(nodes)
+        self.extreme = of_extremes(nodes)
 
     def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
         """Return C++ statements for a set of nodes, such as ``const float v7 = v5 + v6;``."""
@@ -446,6 +464,8 @@ class _Cuda:
         if op == "cast":
             distance = self._distance(node) if node.kind == FLOAT else None
             return distance or f"({_CUDA_TYPES[node.kind]}){args[0]}"
+        if op in ("eq", "ne") and any(self.extreme[a] for a in node.args):
+            return f"{'!' if op == 'ne' else ''}flash_same({args[0]}, {args[1]})"
         if op == "mul" and node.kind == FLOAT and (product := self._times_distance(node)):
             return product
         if op in ("floordiv", "mod"):

@@ -4,6 +4,7 @@ their own sources on a CPU, registers, what is refused, and that other kernels d
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ pytest.importorskip("cupy")
 import emulator
 import test_emulated
 import test_emulated_decode
-from compiled import compiled, errors, some, thorough
+from compiled import compares_maxima, compiled, errors, some, thorough
 from cupy_checks import ROOMY, budget, check_lse, hardware_tanh, make
 from decode_cases import Case
 from gpus import H200
@@ -606,6 +607,33 @@ def test_registers_and_products(case):
 def test_kernels_are_sound_to_the_compilers_front_end(name, d):
     for kernel in kernels_of(name, d):
         assert not errors(kernel, kernel.options)
+
+
+#: A kernel that calls a mask function.
+CALL = """
+extern "C" __global__ void masked(FlashCaptured c, bool* out) {
+    const FlashHead at = flash_head(c, blockIdx.y, blockIdx.z);
+    out[threadIdx.x] = flash_mask(c, at, FlashAt(blockIdx.x), FlashAt(threadIdx.x));
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        lambda b, h, q, k: np.maximum(k - k, np.maximum(h, q)) == 2 * q - q,
+        lambda b, h, q, k: ~(np.maximum(np.minimum(q, k), 0) != k) | (h == 1),
+        lambda b, h, q, k: np.where(q < k, k, q).clip(0) == k,
+    ],
+)
+def test_a_maximum_is_compared_by_an_instruction_of_its_own(condition):
+    """ptxas has an instruction that computes both, and its result is wrong."""
+    text = functions_of(problem(100, 100, 64, condition)).plain.text + CALL
+    kernel = SimpleNamespace(file="masked.cu")
+    for same, wrong in (("apart == 0", False), ("a == b", True)):
+        log, cubin = compiled(kernel, ("-arch=sm_90a",), text.replace("apart == 0", same))
+        assert cubin, log
+        assert compares_maxima(cubin) == wrong
 
 
 def test_kernels_without_functions_are_compiled_as_before():

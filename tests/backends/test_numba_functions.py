@@ -12,7 +12,7 @@ import pytest
 binding = pytest.importorskip("llvmlite.binding")
 pytest.importorskip("numba_cuda")
 
-from compiled import kernels_only, thorough  # noqa: E402
+from compiled import compares_maxima, kernels_only, thorough  # noqa: E402
 from gpus import GPUS  # noqa: E402
 from llvmlite import ir  # noqa: E402
 from numba.cuda import cgutils  # noqa: E402
@@ -306,6 +306,19 @@ def test_tensor_kernels_compile(stage, more):
     assert ("red.global.add.f32" in text) == (stage in ("dkdv", "fused"))
     _, log = compiler.assemble(text, GPUS["sm_90"].compute_capability)
     assert " 0 bytes spill stores" in log
+
+
+def of_extremes(b, h, q, k):
+    return (np.maximum(np.minimum(q, k), 0) == k) | (h == 1)
+
+
+def test_a_maximum_is_compared_by_an_instruction_of_its_own():
+    """ptxas has an instruction that computes both, and its result is wrong."""
+    p = problem(score_mod=None, score_grads=(), mask_mod=of_extremes)
+    text = ptx_of(TENSOR, "forward", p, Tiling(16, 16))
+    cubin, _ = compiler.assemble(text, GPUS["sm_90"].compute_capability)
+    assert "max.s32" in text
+    assert not compares_maxima(cubin)
 
 
 @pytest.mark.parametrize(

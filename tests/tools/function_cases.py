@@ -58,8 +58,11 @@ def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> 
     def chunked(b, h, q, k):
         return (q // 128 == k // 128) & (q >= k)
 
+    def of_extremes(b, h, q, k):  # see flash_same in flashsim/functions/emit.py
+        return (torch.maximum(torch.minimum(q, k), 0 * k) == k) | (h == 1)
+
     found = (causal, window, prefix, of_documents, dilated, strided, by_head, lengths_of_keys, late)
-    return {f.__name__: f for f in (*found, chunked)}
+    return {f.__name__: f for f in (*found, chunked, of_extremes)}
 
 
 def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> dict[str, Case]:

@@ -35,7 +35,7 @@ from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.gradients import mask_probabilities
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 from flashsim.functions.derivative import DOUT, adjoints
-from flashsim.functions.emit import never_negative
+from flashsim.functions.emit import never_negative, of_extremes
 from flashsim.functions.graph import ArraySpec, Graph, Node, needed
 from flashsim.functions.operations import BOOL, FLOAT, INT, SCORE
 
@@ -82,6 +82,7 @@ class _Values:
         self.given, self.where, self.addresses = given, where, addresses
         self.fast_tanh, self._in_range = fast_tanh, inside
         self._positive = never_negative(graph.nodes)
+        self._extreme = of_extremes(graph.nodes)
         self._depends = [sorted(names) for names in graph.depends]
         self._known: dict[tuple[int, ...], ir.Value] = {}
         self._needed: dict[int, list[int]] = {}
@@ -121,6 +122,9 @@ class _Values:
         if op == "cast":
             return _converted(b, args[0], of, node.kind)
         if op in _COMPARED:
+            if op in ("eq", "ne") and any(self._extreme[a] for a in node.args):
+                # see flash_same in emit.py
+                args = [ptx.exclusive_or(b, *args), i32(0)]
             if of != FLOAT:
                 compare = b.icmp_signed if of == INT else b.icmp_unsigned
             else:  # NaN differs from everything
