@@ -88,6 +88,16 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") ->
     def curved(s, b, h, q, k):
         return s * (1 + slopes[h]) + torch.where(q > k, s * s / 16, rows[b, k])
 
+    lost = torch.rand(heads, n_q + n_kv, generator=g, device=device) < 0.3
+    gaps = table.masked_fill(lost, -float("inf"))
+    holes = bias.masked_fill(lost[:, n_kv:, None] | lost[:, None, :n_kv], -float("inf"))
+
+    def with_gaps(s, b, h, q, k):  # a mask in captured distances
+        return s + gaps[h, q - k + n_kv]
+
+    def with_holes(s, b, h, q, k):  # a mask in a bias, with rows without keys
+        return s + holes[h, q, k]
+
     def dropped(s, b, h, q, k):  # a mask in a score function
         return torch.where(q >= k, s, -float("inf"))
 
@@ -98,6 +108,8 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") ->
         "capped": Case(None, capped),
         "curved": Case(None, curved, {"slopes": slopes, "rows": rows}),
         "dropped": Case(None, dropped),
+        "with_gaps": Case(None, with_gaps, {"gaps": gaps}),
+        "with_holes": Case(None, with_holes, {"holes": holes}),
     }
 
 
