@@ -16,7 +16,11 @@ import numpy as np
 from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import FLOAT, ArraySpec, Graph
-from flashsim.functions.intervals import largest_result, ranges_of_integers
+from flashsim.functions.intervals import (
+    largest_result,
+    ranges_of_integers,
+    without_poles,
+)
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.spans import spans_of
 from flashsim.problem.problem import Problem
@@ -93,6 +97,8 @@ class Generated:
     distance. `graphs` are the traced mask and score function, which kernels in Python use. For each
     of the two, `inside` has pairs (index node, size of an axis) in which the index is certainly in
     range. `first_sum` is the place of the first gradient's address among the struct's addresses.
+    With `poles`, the score function may be infinite or NaN at positions that do not exist, or at
+    scores of 0 there.
     """
 
     text: str
@@ -113,6 +119,7 @@ class Generated:
     wanted: tuple[str, ...] = ()
     inside: tuple[tuple[tuple[int, int], ...], ...] = ((), ())
     first_sum: int = 0
+    poles: bool = False
 
     @property
     def constants(self) -> dict[str, int]:
@@ -121,8 +128,8 @@ class Generated:
             "MASK_MOD": int(self.mask),
             "SCORE_MOD": int(self.score),
             "SCORE_SUMS": int(self.sums),
-            "READS": int(self.mask_reads or self.score_reads),
-        }
+            "READS": int(self.mask_reads or self.score_reads or self.poles),
+        } | ({"POLES": 1} if self.poles else {})
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,12 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False, ranges: bool = 
     score = plain.reads_beside if apart else plain.score_reads
     score = score and not (beside_ahead and plain.by_distance)
     return score or (plain.mask_reads and not (ranges and plain.ranges))
+
+
+def has_poles(problem: Problem) -> bool:
+    """Return whether the score function may be infinite or NaN where no query or key exists."""
+    functions = functions_of(problem)
+    return functions is not None and functions.plain.poles
 
 
 def has_known_slope(problem: Problem) -> bool:
@@ -418,6 +431,7 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             tuple(source.gradients),
             (_inside(graph, extents), _inside(score, extents)),
             next((n for n, f in enumerate(source.fields) if f.what == "gradient"), 0),
+            score is not None and not without_poles(score.nodes, dict(extents))[score.root],
         )
         for source in _sources(mask, score, wanted, extents)
     )

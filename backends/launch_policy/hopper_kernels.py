@@ -194,6 +194,8 @@ def _of_functions(problem: Problem, tiling: Tiling, *, ahead: bool) -> dict[str,
     memory.
     """
     made = _reads(problem)
+    if functions.has_poles(problem):
+        made["READS"] = 1  # at positions that exist
     if problem.score_mod is None or max(problem.head_dim, problem.head_dim_v) > 128:
         return made
     if not ahead or problem.softcap or problem.scale <= 0 or not _adds_term(problem):

@@ -141,6 +141,46 @@ def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
     return float(max(abs(low), abs(high)))
 
 
+#: Operations that are finite for finite arguments, if the last argument is above a limit.
+_LIMITS = {"log": 0, "log2": 0, "rsqrt": 0, "log1p": -1}
+#: Positions past the last one at which kernels may evaluate a function, because tiles are whole.
+_PAST = 256
+
+
+def without_poles(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[bool]:
+    """Return one bool per node: True if the node has no pole at any score, index and position.
+
+    The value is then finite if the scores, captured elements and constants are. False means that
+    the node may divide by 0, for example, also at positions past the last one.
+    """
+    bounds = _anywhere(nodes, _whole_tiles(extents))
+    found: list[bool] = []
+    for node in nodes:
+        low, high = bounds[node.args[-1]] if node.args else (np.asarray(0), np.asarray(0))
+        if node.op in _LIMITS:
+            inside = low > _LIMITS[node.op]
+        elif node.op == "sqrt":
+            inside = low >= 0
+        elif node.kind == FLOAT and node.op in ("div", "floordiv", "mod"):
+            inside = (low > 0) | (high < 0)
+        elif node.op == "pow":
+            inside = bounds[node.args[0]][0] > 0
+        else:
+            inside = np.asarray(True)
+        found.append(bool(inside) and all(found[a] for a in node.args))
+    return found
+
+
+def bounded(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[bool]:
+    """Return one bool per node: True if the node is finite for any scores and captured values."""
+    pairs = zip(_anywhere(nodes, _whole_tiles(extents)), without_poles(nodes, extents), strict=True)
+    return [bool(np.isfinite(low) & np.isfinite(high)) and safe for (low, high), safe in pairs]
+
+
+def _whole_tiles(extents: Mapping[str, int]) -> dict[str, int]:
+    return {name: n + _PAST * (name in ("q", "k")) for name, n in extents.items()}
+
+
 def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Interval]:
     """Return bounds of each node over all indices, all scores and all values of captured arrays."""
     found: list[Interval] = []

@@ -289,6 +289,68 @@ def test_traces_hold_what_functions_read(family, name):
             np.testing.assert_array_equal(one.events, expected.events, one.name)
 
 
+#: Biases of -inf, some of whole rows; and functions that are infinite at a score of 0, or where no
+#: query or key exists.
+gaps = np.where(RNG.random((4, 1024)) < 0.3, -np.inf, table).astype(np.float32)
+holes = np.where(RNG.random((210, 208)) < 0.3, -np.inf, planes[0]).astype(np.float16)
+holes[:70] = -np.inf
+temperature = np.array([0.5, 1, 2, 0.3], np.float32)
+open_keys = RNG.random(200) < 0.5
+
+
+def with_gaps(s, b, h, q, k):
+    return s + gaps[h, q - k + 512]
+
+
+def with_holes(s, b, h, q, k):
+    return (s + holes[q, k]) * temperature[h]
+
+
+def of_open_keys(s, b, h, q, k):
+    return s + np.log(open_keys[k])
+
+
+def divided(s, b, h, q, k):
+    return np.where(k <= q, s / (q - k + 1.0), -np.inf)
+
+
+def to_the_last_query(s, b, h, q, k):
+    return s + np.log(150.0 - q)
+
+
+def to_the_last_key(s, b, h, q, k):
+    return s * np.log(200.0 - k)
+
+
+def roots(s, b, h, q, k):
+    return s - 1e-6 * np.log(abs(s)) + 0.1 * np.maximum(s, 0.0) ** 1.5
+
+
+CAPTURED |= {
+    with_gaps: {"gaps": gaps},
+    with_holes: {"holes": holes, "temperature": temperature},
+    of_open_keys: {"open_keys": open_keys},
+}
+INFINITE = (with_gaps, with_holes, of_open_keys, divided, to_the_last_query, to_the_last_key, roots)
+
+
+@pytest.mark.parametrize(
+    ("family", "algorithm", "d"),
+    [
+        (HOPPER, "flash2-fused", 64),
+        thorough(HOPPER, "flash2-fused", 128),
+        thorough(HOPPER, "flash2-fused", 192),
+        thorough(HOPPER, "flash2", 256),
+        thorough(PORTABLE, "flash2", 64),
+    ],
+)
+@pytest.mark.parametrize("score", INFINITE)
+def test_infinite_scores(score, family, algorithm, d):
+    wanted = tuple(n for n, x in CAPTURED.get(score, {}).items() if x.dtype != bool)
+    p = replace(problem(150, 200, d), score_mod=score, score_grads=wanted)
+    compare(p, score, family, algorithm)
+
+
 FAULTS = {
     "a range that ends a key too late": (
         "min(keep.hi, keys.high + start) - first}",
