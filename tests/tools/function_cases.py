@@ -98,6 +98,9 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") ->
     def with_holes(s, b, h, q, k):  # a mask in a bias, with rows without keys
         return s + holes[h, q, k]
 
+    def with_poles(s, b, h, q, k):  # where no query or key exists
+        return 0.2 * s * torch.log(n_kv - k) + torch.log(n_q - q)
+
     def dropped(s, b, h, q, k):  # a mask in a score function
         return torch.where(q >= k, s, -float("inf"))
 
@@ -108,6 +111,7 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") ->
         "capped": Case(None, capped),
         "curved": Case(None, curved, {"slopes": slopes, "rows": rows}),
         "dropped": Case(None, dropped),
+        "with_poles": Case(None, with_poles),
         "with_gaps": Case(None, with_gaps, {"gaps": gaps}),
         "with_holes": Case(None, with_holes, {"holes": holes}),
     }
