@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.errors import UnsupportedError
 from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import FLOAT, ArraySpec, Graph
 from flashsim.functions.intervals import (
+    in_32_bits,
     largest_result,
     ranges_of_integers,
     without_poles,
 )
 from flashsim.functions.mask import MaskFunction
+from flashsim.functions.operations import INT
 from flashsim.functions.spans import spans_of
 from flashsim.problem.problem import Problem
 
@@ -406,8 +409,8 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
+    graph, score = _narrow(mask, score, extents)
     tile, band = _ahead(score, extents)
-    graph = None if mask is None else mask.graph
     ahead = tile.node if tile else band.node if band else None
     bound = math.inf if score is None else _largest(score, extents)
     before = _BEFORE + (f"#define FLASH_BOUND {bound!r}f\n" if math.isfinite(bound) else "")
@@ -461,14 +464,38 @@ def _sources(
     wanted: tuple[str, ...],
     extents: tuple[tuple[str, int], ...],
 ) -> tuple[emit.CudaSource, emit.CudaSource]:
+    graph, score = _narrow(mask, score, extents)
     tile, band = _ahead(score, extents)
     node = tile.node if tile else band.node if band else None
     ramp = None if score is None else _ramp_of(score)
     spans = None if mask is None else spans_of(mask)
     given = dict(extents), node, band and (band.sign, band.offset), ramp, spans
-    graph = None if mask is None else mask.graph
     plain = emit.cuda_source(graph, score, (), *given)
     return plain, emit.cuda_source(graph, score, wanted, *given) if wanted else plain
+
+
+def _narrow(
+    mask: MaskFunction | None, score: Graph | None, extents: tuple[tuple[str, int], ...]
+) -> tuple[Graph | None, Graph | None]:
+    """Return the graphs of a mask and a score function with 32-bit integers.
+
+    Raises
+    ------
+    UnsupportedError
+        If a constant or an element of an array that the mask captures needs more bits.
+    """
+    sizes = dict(extents)
+    for spec, array in () if mask is None else zip(mask.graph.arrays, mask.arrays, strict=True):
+        if spec.kind == INT and not (array.min() >= -(2**31) and array.max() < 2**31):
+            raise UnsupportedError(
+                f"the array {spec.name} that {mask.graph.name} captures has integers of more than "
+                "32 bits, which kernels on a GPU do not support; number the values from 0, or use "
+                "backend='numba', which computes with 64 bits on the CPU"
+            )
+    return (
+        None if mask is None else in_32_bits(mask.graph, sizes),
+        None if score is None else in_32_bits(score, sizes),
+    )
 
 
 def packed_bytes(packed: np.ndarray) -> int:

@@ -7,11 +7,13 @@ indices.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from flashsim.functions.graph import Graph, Node
+from flashsim.errors import UnsupportedError
+from flashsim.functions.graph import Graph, Node, needed
 from flashsim.functions.operations import BOOL, FLOAT, INT, OPERATIONS
 
 #: A lower and an upper bound per box.
@@ -139,6 +141,46 @@ def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
     """
     low, high = _anywhere(graph.nodes, extents)[graph.root]
     return float(max(abs(low), abs(high)))
+
+
+def in_32_bits(graph: Graph, extents: Mapping[str, int]) -> Graph:
+    """Return an equal graph whose integer constants fit in 32 bits, with the same node numbers.
+
+    A comparison with a larger constant has the same result for all indices and is replaced by it.
+    The same holds for a minimum or maximum. Captured integers are assumed to fit in 32 bits.
+
+    Raises
+    ------
+    UnsupportedError
+        If other operations use a larger constant.
+    """
+    if all(_fits(node) for node in graph.nodes):
+        return graph
+    bounds, nodes = _anywhere(graph.nodes, extents), list(graph.nodes)
+    for n, node in enumerate(nodes):
+        low, high = bounds[n]
+        if node.kind == BOOL and low == high:
+            nodes[n] = Node("const", (), bool(low), BOOL)
+        elif node.kind == INT and node.op in ("min", "max"):
+            for one, other in (node.args, node.args[::-1]):
+                x, y = (one, other) if node.op == "min" else (other, one)
+                if bounds[x][1] <= bounds[y][0]:
+                    nodes[n] = node._replace(args=(one, one))
+    used = set(needed(nodes, [graph.root]))
+    for n, node in enumerate(nodes):
+        if n not in used and node.kind == INT and node.op != "arg":
+            nodes[n] = Node("const", (), 0, INT)
+        elif n in used and not _fits(node):
+            raise UnsupportedError(
+                f"{graph.name} computes with the integer {node.value}, but kernels on a GPU "
+                "compute with 32-bit integers; use smaller integers, or backend='numba', which "
+                "computes with 64 bits on the CPU"
+            )
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _fits(node: Node) -> bool:
+    return node.op != "const" or node.kind != INT or -(2**31) <= node.value < 2**31
 
 
 #: Operations that are finite for finite arguments, if the last argument is above a limit.

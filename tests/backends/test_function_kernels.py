@@ -795,6 +795,35 @@ def test_scores_that_are_bounded_need_no_maximum():
     assert "FS_BOUNDED" not in constants(score_mod=alibi, heads=4)
 
 
+def test_integers_of_more_than_32_bits():
+    """A comparison with one is decided, and everything else with one is refused."""
+    huge = 2**40
+    for mask, same in (
+        (lambda b, h, q, k: (q >= k) & (q - k <= huge), lambda b, h, q, k: (q >= k) & (k == k)),
+        (lambda b, h, q, k: k + huge > q, lambda b, h, q, k: k == k),
+        (lambda b, h, q, k: np.clip(k, -huge, huge) <= q, lambda b, h, q, k: k <= q),
+        (lambda b, h, q, k: (q < 2**31) & (q > -(2**31) - 1), lambda b, h, q, k: k == k),
+        (lambda b, h, q, k: np.where(k > huge, q, k) <= q, lambda b, h, q, k: k <= q),
+    ):
+        p = problem(40, 50, 64, mask)
+        graphs = functions_of(p).plain.graphs[0], problem(40, 50, 64, same).mask_graph
+        at = {"b": 0, "h": 1, "q": np.arange(40)[:, None], "k": np.arange(50)}
+        mine, other = (np.broadcast_to(graph.evaluate(at, ()), (40, 50)) for graph in graphs)
+        np.testing.assert_array_equal(mine, other)
+        np.testing.assert_array_equal(
+            mine, np.broadcast_to(p.mask_graph.evaluate(at, ()), mine.shape)
+        )
+        assert not re.findall(r"(?<![.\d])\d{10,}", functions_of(p).plain.text)
+    for mask in (lambda b, h, q, k: (q + huge) % 7 == k, lambda b, h, q, k: q * 2**31 > k):
+        with pytest.raises(UnsupportedError, match="computes with the integer"):
+            functions_of(problem(40, 50, 64, mask))
+    with pytest.raises(UnsupportedError, match="computes with the integer"):
+        functions_of(problem(40, 50, 64, None, lambda s, b, h, q, k: s + (q ^ huge) % 3))
+    identities = np.arange(300) * 2**33
+    with pytest.raises(UnsupportedError, match=r"identities that .* more than 32 bits"):
+        functions_of(problem(40, 50, 64, lambda b, h, q, k: identities[q] == identities[k]))
+
+
 def test_what_is_refused():
     p = problem(300, 300, 64, causal)
     with pytest.raises(UnsupportedError, match="do not support mask_mod"):
