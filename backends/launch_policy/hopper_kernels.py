@@ -114,7 +114,8 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, ahead: bool) -> Kernel:
     """Return the KV-outer kernel for dK and dV, which in a fused backward also computes dQ.
 
-    With `ahead`, the kernel adds the score function's term to scores minus log-sum-exp.
+    With `ahead`, scores may start at the log-sum-exp (`adds_statistics`) and at the score
+    function's term.
     """
     fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
@@ -131,7 +132,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, ahead
     dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
     score = _of_functions(problem, tiling, ahead=ahead)
-    adds = adds_statistics(problem, tiling, once=variant.once)
+    adds = ahead and adds_statistics(problem, tiling, once=variant.once)
     rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
     elements = score.get("DISTANCES", 0) * (bq + bk)
     shared = on_chip(tiles + 4 * (rows * bq + elements), 2 + 2 * stages + (0 if wide else 4))
