@@ -36,7 +36,8 @@ def forward_kernel(
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
-    if rings.tile and tile is not None:
+    advance = _in_advance(problem, rings) if ahead else ""
+    if advance == "tile" and tile is not None:
         size = tile.spec.itemsize
         more |= {
             "TILE": rings.tile,
@@ -44,14 +45,27 @@ def forward_kernel(
             "TILE_BF16": tile.spec.dtype == "bfloat16",
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
-    elif ahead and adds_ramp(problem):
+    elif advance == "ramp":
         # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    elif ahead and reads_distances(problem):
+    elif advance == "distances":
         more |= {"DISTANCES": _DISTANCES, "ADDED": functions.adds_by_distance(problem)}
     more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
+
+
+def _in_advance(problem: Problem, rings: Rings) -> str:
+    """Return what the forward kernel prepares of a score function before it has the scores.
+
+    "tile" is a captured array that TMA loads, "ramp" is a linear term (`adds_ramp`), and
+    "distances" are terms or elements by distance (`reads_distances`). "" is nothing.
+    """
+    if rings.tile and functions.tile_of(problem) is not None:
+        return "tile"
+    if adds_ramp(problem):
+        return "ramp"
+    return "distances" if reads_distances(problem) else ""
 
 
 #: Stages of the ring buffer of elements that depend on the distance between query and key.
@@ -99,12 +113,13 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
     more = 0  # barriers
-    if rings.tile and tile is not None:
+    advance = _in_advance(problem, rings)
+    if advance == "tile" and tile is not None:
         boxes = -(-tiling.block_k * tile.spec.itemsize // 128)
         elements = rings.tile * warpgroups * boxes * 64 * 128
-    elif adds_ramp(problem):
+    elif advance == "ramp":
         elements = 2048 * (warpgroups + -(-tiling.block_k // 64))
-    elif reads_distances(problem):
+    elif advance == "distances":
         elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
         more += 2 * _DISTANCES
     barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
