@@ -485,17 +485,17 @@ def _narrow(
         If a constant or an element of an array that the mask captures needs more bits.
     """
     sizes = dict(extents)
-    for spec, array in () if mask is None else zip(mask.graph.arrays, mask.arrays, strict=True):
+    narrow = None if score is None else in_32_bits(score, sizes)
+    if mask is None:
+        return None, narrow
+    for spec, array in zip(mask.graph.arrays, mask.arrays, strict=True):
         if spec.kind == INT and not (array.min() >= -(2**31) and array.max() < 2**31):
             raise UnsupportedError(
                 f"the array {spec.name} that {mask.graph.name} captures has integers of more than "
                 "32 bits, which kernels on a GPU do not support; number the values from 0, or use "
                 "backend='numba', which computes with 64 bits on the CPU"
             )
-    return (
-        None if mask is None else in_32_bits(mask.graph, sizes),
-        None if score is None else in_32_bits(score, sizes),
-    )
+    return in_32_bits(mask.graph, sizes), narrow
 
 
 def packed_bytes(packed: np.ndarray) -> int:
