@@ -183,8 +183,9 @@ def _fits(node: Node) -> bool:
     return node.op != "const" or node.kind != INT or -(2**31) <= node.value < 2**31
 
 
-#: Operations that are finite for finite arguments, if the last argument is above a limit.
-_LIMITS = {"log": 0, "log2": 0, "rsqrt": 0, "log1p": -1}
+#: Operations that are finite if their first argument is above a limit, or at it for a square root.
+_LIMITS = {"log": 0, "log2": 0, "rsqrt": 0, "log1p": -1, "pow": 0, "sqrt": 0}
+_DIVISIONS = ("div", "floordiv", "mod")
 #: Positions past the last one at which kernels may evaluate a function, because tiles are whole.
 _PAST = 256
 
@@ -193,23 +194,23 @@ def without_poles(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[b
     """Return one bool per node: True if the node has no pole at any score, index and position.
 
     The value is then finite if the scores, captured elements and constants are. False means that
-    the node may divide by 0, for example, also at positions past the last one.
+    the node may divide by 0, for example, also at positions past the last one. A divisor that all
+    scores of a head share is assumed not to be 0.
     """
     bounds = _anywhere(nodes, _whole_tiles(extents))
     found: list[bool] = []
+    moves: list[bool] = []  # whether scores of a head differ in it
     for node in nodes:
-        low, high = bounds[node.args[-1]] if node.args else (np.asarray(0), np.asarray(0))
-        if node.op in _LIMITS:
-            inside = low > _LIMITS[node.op]
-        elif node.op == "sqrt":
-            inside = low >= 0
-        elif node.kind == FLOAT and node.op in ("div", "floordiv", "mod"):
-            inside = (low > 0) | (high < 0)
-        elif node.op == "pow":
-            inside = bounds[node.args[0]][0] > 0
-        else:
-            inside = np.asarray(True)
-        found.append(bool(inside) and all(found[a] for a in node.args))
+        inside = True
+        if node.op in _LIMITS or (node.kind == FLOAT and node.op in _DIVISIONS):
+            of = node.args[0 if node.op == "pow" else -1]
+            low, high = bounds[of]
+            above = low >= 0 if node.op == "sqrt" else low > _LIMITS.get(node.op, 0)
+            below = node.op in _DIVISIONS and high < 0
+            inside = bool(above or below) or not moves[of]
+        found.append(inside and all(found[a] for a in node.args))
+        own = node.op == "arg" and node.value not in ("b", "h")
+        moves.append(own or any(moves[a] for a in node.args))
     return found
 
 

@@ -795,6 +795,21 @@ def test_scores_that_are_bounded_need_no_maximum():
     assert "FS_BOUNDED" not in constants(score_mod=alibi, heads=4)
 
 
+def test_functions_with_poles():
+    """Also at a score of 0, and at positions past the last one, which tiles contain."""
+    for score, poles in (
+        *((f, False) for f in (alibi, relative, bucketed, biased, capped, bounded, with_holes)),
+        *((f, True) for f in (of_open_keys, divided, to_the_last_query, to_the_last_key, roots)),
+        (lambda s, b, h, q, k: s / np.sqrt(q + 1.0) * np.log(k + 2.0), False),
+        (lambda s, b, h, q, k: s / (k - q - 0.5), True),
+        (lambda s, b, h, q, k: s / (k + 0.5) % 3.0, False),
+        (lambda s, b, h, q, k: slopes[h] * np.tanh(s / slopes[h]), False),
+        (lambda s, b, h, q, k: s + np.log(700.0 - q), False),  # tiles are smaller
+        (lambda s, b, h, q, k: abs(s) ** 1.5 + s**2, True),
+    ):
+        assert functions_of(problem(150, 200, 64, None, score)).plain.poles == poles
+
+
 def test_integers_of_more_than_32_bits():
     """A comparison with one is decided, and everything else with one is refused."""
     huge = 2**40
