@@ -329,7 +329,7 @@ def roots(s, b, h, q, k):
 CAPTURED |= {
     with_gaps: {"gaps": gaps},
     with_holes: {"holes": holes, "temperature": temperature},
-    of_open_keys: {"open_keys": open_keys},
+    of_open_keys: {"open_keys": open_keys},  # without a gradient
 }
 INFINITE = (with_gaps, with_holes, of_open_keys, divided, to_the_last_query, to_the_last_key, roots)
 
@@ -807,7 +807,8 @@ def test_functions_with_poles():
         (lambda s, b, h, q, k: s + np.log(700.0 - q), False),  # tiles are smaller
         (lambda s, b, h, q, k: abs(s) ** 1.5 + s**2, True),
     ):
-        assert functions_of(problem(150, 200, 64, None, score)).plain.poles == poles
+        p = replace(problem(150, 200, 64), score_mod=score)
+        assert functions_of(p).plain.poles == poles
 
 
 def test_integers_of_more_than_32_bits():
