@@ -72,9 +72,9 @@ __device__ __forceinline__ int flash_floordiv(int a, int b) {
 __device__ __forceinline__ int flash_mod(int a, int b) {
     return a - flash_floordiv(a, b == 0 ? 1 : b) * (b == 0 ? 1 : b);
 }
-// Whether a == b, for an a or b that is a maximum. ptxas (12.9 to 13.4) compiles the comparison of
-// max(max(x, y), 0) or max(min(x, y), 0) with x or y to one instruction (VIMNMX.RELU), whose result
-// is wrong. It does not do this for the exclusive or.
+// Whether a == b, where a or b is a maximum. ptxas (12.9 to 13.4) compiles the comparisons
+// max(max(x, y), 0) == y and max(min(x, y), 0) == y to one instruction (VIMNMX.RELU), whose
+// predicate says whether the maximum equals x. It does not do this for an exclusive or.
 __device__ __forceinline__ bool flash_same(int a, int b) {
     int apart;
     asm("xor.b32 %0, %1, %2;" : "=r"(apart) : "r"(a), "r"(b));
