@@ -431,11 +431,12 @@ def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
 
 
 def of_extremes(nodes: tuple[Node, ...]) -> list[bool]:
-    """Return one bool per node: True if the node is an integer that a min, max or where affects."""
+    """Return one bool per node: True if the node computes an integer from a min, max or where."""
     found: list[bool] = []
     for node in nodes:
         own = node.op in ("min", "max", "where")
-        found.append(node.kind == INT and (own or any(found[a] for a in node.args)))
+        of = node.op != "load" and any(found[a] for a in node.args)
+        found.append(node.kind == INT and (own or of))
     return found
 
 
