@@ -26,6 +26,9 @@ using i64 = long long;
 #ifndef FS_READS
 #define FS_READS 0  // 1 if a function reads arrays at query or key positions
 #endif
+#ifndef FS_POLES
+#define FS_POLES 0  // 1 if a score function may be infinite or NaN at positions that do not exist
+#endif
 #ifndef FS_TILE
 // stages of the ring of captured elements in shared memory; see Elements in hopper/forward.cu
 #define FS_TILE 0

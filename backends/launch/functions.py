@@ -13,11 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.errors import UnsupportedError
 from flashsim.functions import emit
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.graph import FLOAT, ArraySpec, Graph
-from flashsim.functions.intervals import largest_result, ranges_of_integers
+from flashsim.functions.intervals import (
+    in_32_bits,
+    largest_result,
+    ranges_of_integers,
+    without_poles,
+)
 from flashsim.functions.mask import MaskFunction
+from flashsim.functions.operations import INT
 from flashsim.functions.spans import spans_of
 from flashsim.problem.problem import Problem
 
@@ -93,6 +100,8 @@ class Generated:
     distance. `graphs` are the traced mask and score function, which kernels in Python use. For each
     of the two, `inside` has pairs (index node, size of an axis) in which the index is certainly in
     range. `first_sum` is the place of the first gradient's address among the struct's addresses.
+    With `poles`, the score function may be infinite or NaN at positions that do not exist, or at
+    scores of 0 there.
     """
 
     text: str
@@ -113,6 +122,7 @@ class Generated:
     wanted: tuple[str, ...] = ()
     inside: tuple[tuple[tuple[int, int], ...], ...] = ((), ())
     first_sum: int = 0
+    poles: bool = False
 
     @property
     def constants(self) -> dict[str, int]:
@@ -121,8 +131,8 @@ class Generated:
             "MASK_MOD": int(self.mask),
             "SCORE_MOD": int(self.score),
             "SCORE_SUMS": int(self.sums),
-            "READS": int(self.mask_reads or self.score_reads),
-        }
+            "READS": int(self.mask_reads or self.score_reads or self.poles),
+        } | ({"POLES": 1} if self.poles else {})
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,12 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False, ranges: bool = 
     score = plain.reads_beside if apart else plain.score_reads
     score = score and not (beside_ahead and plain.by_distance)
     return score or (plain.mask_reads and not (ranges and plain.ranges))
+
+
+def has_poles(problem: Problem) -> bool:
+    """Return whether the score function may be infinite or NaN where no query or key exists."""
+    functions = functions_of(problem)
+    return functions is not None and functions.plain.poles
 
 
 def has_known_slope(problem: Problem) -> bool:
@@ -393,8 +409,8 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
+    graph, score = _narrow(mask, score, extents)
     tile, band = _ahead(score, extents)
-    graph = None if mask is None else mask.graph
     ahead = tile.node if tile else band.node if band else None
     bound = math.inf if score is None else _largest(score, extents)
     before = _BEFORE + (f"#define FLASH_BOUND {bound!r}f\n" if math.isfinite(bound) else "")
@@ -418,6 +434,7 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             tuple(source.gradients),
             (_inside(graph, extents), _inside(score, extents)),
             next((n for n, f in enumerate(source.fields) if f.what == "gradient"), 0),
+            score is not None and not without_poles(score.nodes, dict(extents))[score.root],
         )
         for source in _sources(mask, score, wanted, extents)
     )
@@ -447,14 +464,38 @@ def _sources(
     wanted: tuple[str, ...],
     extents: tuple[tuple[str, int], ...],
 ) -> tuple[emit.CudaSource, emit.CudaSource]:
+    graph, score = _narrow(mask, score, extents)
     tile, band = _ahead(score, extents)
     node = tile.node if tile else band.node if band else None
     ramp = None if score is None else _ramp_of(score)
     spans = None if mask is None else spans_of(mask)
     given = dict(extents), node, band and (band.sign, band.offset), ramp, spans
-    graph = None if mask is None else mask.graph
     plain = emit.cuda_source(graph, score, (), *given)
     return plain, emit.cuda_source(graph, score, wanted, *given) if wanted else plain
+
+
+def _narrow(
+    mask: MaskFunction | None, score: Graph | None, extents: tuple[tuple[str, int], ...]
+) -> tuple[Graph | None, Graph | None]:
+    """Return the graphs of a mask and a score function with 32-bit integers.
+
+    Raises
+    ------
+    UnsupportedError
+        If a constant or an element of an array that the mask captures needs more bits.
+    """
+    sizes = dict(extents)
+    narrow = None if score is None else in_32_bits(score, sizes)
+    if mask is None:
+        return None, narrow
+    for spec, array in zip(mask.graph.arrays, mask.arrays, strict=True):
+        if spec.kind == INT and not (array.min() >= -(2**31) and array.max() < 2**31):
+            raise UnsupportedError(
+                f"the array {spec.name} that {mask.graph.name} captures has integers of more than "
+                "32 bits, which kernels on a GPU do not support; number the values from 0, or use "
+                "backend='numba', which computes with 64 bits on the CPU"
+            )
+    return in_32_bits(mask.graph, sizes), narrow
 
 
 def packed_bytes(packed: np.ndarray) -> int:

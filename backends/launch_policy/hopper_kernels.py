@@ -41,7 +41,8 @@ def forward_kernel(
     if variant.pack > 1:
         more |= {"PACK": variant.pack}
         boxes = replace(boxes[0], heads=variant.pack), *boxes[1:]
-    if rings.tile and tile is not None:
+    advance = _in_advance(problem, rings) if ahead else ""
+    if advance == "tile" and tile is not None:
         size = tile.spec.itemsize
         more |= {
             "TILE": rings.tile,
@@ -49,10 +50,10 @@ def forward_kernel(
             "TILE_BF16": tile.spec.dtype == "bfloat16",
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
-    elif ahead and adds_ramp(problem):
+    elif advance == "ramp":
         # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    elif ahead and reads_distances(problem):
+    elif advance == "distances":
         more |= {"DISTANCES": _DISTANCES, "ADDED": functions.adds_by_distance(problem)}
     more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
     given = problem, tiling, variant
@@ -68,6 +69,19 @@ def packs_heads(problem: Problem) -> bool:
     p = problem
     plain = p.banded and p.cu_seqlens_q is None and p.score_mod is None and not p.sinks
     return p.group > 1 and 64 % p.group == 0 and plain
+
+
+def _in_advance(problem: Problem, rings: Rings) -> str:
+    """Return what the forward kernel prepares of a score function before it has the scores.
+
+    "tile" is a captured array that TMA loads, "ramp" is a linear term (`adds_ramp`), and
+    "distances" are terms or elements by distance (`reads_distances`). "" is nothing.
+    """
+    if rings.tile and functions.tile_of(problem) is not None:
+        return "tile"
+    if adds_ramp(problem):
+        return "ramp"
+    return "distances" if reads_distances(problem) else ""
 
 
 #: Stages of the ring buffer of elements that depend on the distance between query and key.
@@ -115,12 +129,13 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings, *, shares: boo
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
     more = 0  # barriers
-    if rings.tile and tile is not None:
+    advance = _in_advance(problem, rings)
+    if advance == "tile" and tile is not None:
         boxes = -(-tiling.block_k * tile.spec.itemsize // 128)
         elements = rings.tile * warpgroups * boxes * 64 * 128
-    elif adds_ramp(problem):
+    elif advance == "ramp":
         elements = 2048 * (warpgroups + -(-tiling.block_k // 64))
-    elif reads_distances(problem):
+    elif advance == "distances":
         elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
         more += 2 * _DISTANCES
     barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
@@ -130,7 +145,8 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings, *, shares: boo
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, ahead: bool) -> Kernel:
     """Return the KV-outer kernel for dK and dV, which in a fused backward also computes dQ.
 
-    With `ahead`, the kernel adds the score function's term to scores minus log-sum-exp.
+    With `ahead`, scores may start at the log-sum-exp (`adds_statistics`) and at the score
+    function's term.
     """
     fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
@@ -147,7 +163,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, ahead
     dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
     score = _of_functions(problem, tiling, ahead=ahead)
-    adds = adds_statistics(problem, tiling, once=variant.once)
+    adds = ahead and adds_statistics(problem, tiling, once=variant.once)
     rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
     elements = score.get("DISTANCES", 0) * (bq + bk)
     shared = on_chip(tiles + 4 * (rows * bq + elements), 2 + 2 * stages + (0 if wide else 4))
@@ -210,6 +226,8 @@ def _of_functions(problem: Problem, tiling: Tiling, *, ahead: bool) -> dict[str,
     memory.
     """
     made = _reads(problem)
+    if functions.has_poles(problem):
+        made["READS"] = 1  # at positions that exist
     if problem.score_mod is None or max(problem.head_dim, problem.head_dim_v) > 128:
         return made
     if not ahead or problem.softcap or problem.scale <= 0 or not _adds_term(problem):

@@ -249,6 +249,11 @@ def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return asm(b, "mov.b32 $0, $1;", "=r,r", [value], I32, effects=True)
 
 
+def exclusive_or(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Return x ^ y for 32-bit integers in a way that hides the operation from LLVM."""
+    return asm(b, "xor.b32 $0, $1, $2;", "=r,r,r", [x, y], I32)
+
+
 def cycles(b: ir.IRBuilder) -> ir.Value:
     """Return the SM's 64-bit cycle counter."""
     return asm(b, "mov.u64 $0, %clock64;", "=l", [], I64, effects=True)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.functions.derivative import adjoints
+from flashsim.functions.derivative import DOUT, adjoints
 from flashsim.functions.graph import ArraySpec, Graph, Node, needed
-from flashsim.functions.intervals import ranges_of_integers
+from flashsim.functions.intervals import bounded, ranges_of_integers, without_poles
 from flashsim.functions.operations import BOOL, FLOAT, INDICES, INT, SCORE
 from flashsim.functions.spans import HIGHEST, LOWEST, Range, Spans, roots
 
@@ -71,6 +71,14 @@ __device__ __forceinline__ int flash_floordiv(int a, int b) {
 }
 __device__ __forceinline__ int flash_mod(int a, int b) {
     return a - flash_floordiv(a, b == 0 ? 1 : b) * (b == 0 ? 1 : b);
+}
+// Whether a == b, where a or b is a maximum. ptxas (12.9 to 13.4) compiles the comparisons
+// max(max(x, y), 0) == y and max(min(x, y), 0) == y to one instruction (VIMNMX.RELU), whose
+// predicate says whether the maximum equals x. It does not do this for an exclusive or.
+__device__ __forceinline__ bool flash_same(int a, int b) {
+    int apart;
+    asm("xor.b32 %0, %1, %2;" : "=r"(apart) : "r"(a), "r"(b));
+    return apart == 0;
 }
 // A position as a base that many scores share, plus a step. Both are converted to float separately.
 // Steps that are constants need no conversion at run time, so one conversion serves many scores.
@@ -347,16 +355,20 @@ def _gradient_lines(
     fixed = {n for n, _ in made.reads if depends[n] <= {"b", "h"}}
     members = " ".join(f"float v{n} = 0.0f;" for n in sorted(fixed)) or "float nothing = 0.0f;"
     lines = [struct.format(members)]
-    result = f"    return {'0.0f' if made.score is None else cuda.name(made.score)};"
+    safe = _vanishing(made.nodes, without_poles(made.nodes, extents or {}))
+    summed = _vanishing(made.nodes, bounded(made.nodes, extents or {}))
+
+    def zero_with_dout(n: int, vanishing: list[bool]) -> str:
+        return cuda.name(n) if vanishing[n] else f"dout == 0.0f ? 0.0f : {cuda.name(n)}"
+
+    slope = "0.0f" if made.score is None else zero_with_dout(made.score, safe)
+    result = f"    return {slope};"
     for kept, extra in ((fixed, "FlashSums& sums, "), (set(), "")):
         lines += [begin(extra), *cuda.statements(numbers)]
         for n, g in made.reads:
             to = f"c.g{made.nodes[n].value} + {cuda.offset(made.nodes[n])}"
-            add = (
-                f"sums.v{n} += {cuda.name(g)};"
-                if n in kept
-                else f"atomicAdd({to}, {cuda.name(g)});"
-            )
+            x = zero_with_dout(g, summed)
+            add = f"sums.v{n} += {x};" if n in kept else f"atomicAdd({to}, {x});"
             lines.append(f"    {add}")
         lines += [result, "}"]
     lines += [empty, "    const int b = at.b, h = at.h;"]
@@ -365,6 +377,32 @@ def _gradient_lines(
     for n in ends:
         lines.append(_ADD_SUM % (n, f"c.g{made.nodes[n].value} + {cuda.offset(made.nodes[n])}"))
     return [*lines, "}"]
+
+
+def _vanishing(nodes: tuple[Node, ...], finite: list[bool]) -> list[bool]:
+    """Return one bool per node: True if the node is certainly 0 where `dout` is 0.
+
+    A product with `dout` is 0 unless the other factor is infinite or NaN, as at a score that a
+    captured bias of -inf masks. `finite` says which nodes are certainly finite.
+    """
+    found: list[bool] = []
+    for node in nodes:
+        of = [found[a] for a in node.args]
+        if node.op == "arg":
+            yes = node.value == DOUT
+        elif node.op == "const":
+            yes = node.value == 0
+        elif node.op == "mul":
+            yes = any(of[x] and (of[1 - x] or finite[node.args[1 - x]]) for x in (0, 1))
+        elif node.op == "div":
+            by = nodes[node.args[1]]
+            yes = of[0] and by.op == "const" and by.value != 0
+        elif node.op == "where":
+            yes = all(of[1:])
+        else:
+            yes = node.op in ("add", "sub", "neg") and all(of)
+        found.append(yes)
+    return found
 
 
 def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
@@ -392,6 +430,16 @@ def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
     return found
 
 
+def of_extremes(nodes: tuple[Node, ...]) -> list[bool]:
+    """Return one bool per node: True if the node computes an integer from a min, max or where."""
+    found: list[bool] = []
+    for node in nodes:
+        own = node.op in ("min", "max", "where")
+        of = node.op != "load" and any(found[a] for a in node.args)
+        found.append(node.kind == INT and (own or of))
+    return found
+
+
 class _Cuda:
     """Writes CUDA C++ statements for a graph's nodes; arrays are numbered from `first`."""
 
@@ -415,6 +463,7 @@ class _Cuda:
         }
         self.ranges = {} if extents is None else ranges_of_integers(nodes, extents)
         self.positive = never_negative(nodes)
+        self.extreme = of_extremes(nodes)
 
     def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
         """Return C++ statements for a set of nodes, such as ``const float v7 = v5 + v6;``."""
@@ -446,6 +495,8 @@ class _Cuda:
         if op == "cast":
             distance = self._distance(node) if node.kind == FLOAT else None
             return distance or f"({_CUDA_TYPES[node.kind]}){args[0]}"
+        if op in ("eq", "ne") and any(self.extreme[a] for a in node.args):
+            return f"{'!' if op == 'ne' else ''}flash_same({args[0]}, {args[1]})"
         if op == "mul" and node.kind == FLOAT and (product := self._times_distance(node)):
             return product
         if op in ("floordiv", "mod"):

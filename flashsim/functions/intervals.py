@@ -7,11 +7,13 @@ indices.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from flashsim.functions.graph import Graph, Node
+from flashsim.errors import UnsupportedError
+from flashsim.functions.graph import Graph, Node, needed
 from flashsim.functions.operations import BOOL, FLOAT, INT, OPERATIONS
 
 #: A lower and an upper bound per box.
@@ -139,6 +141,87 @@ def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
     """
     low, high = _anywhere(graph.nodes, extents)[graph.root]
     return float(max(abs(low), abs(high)))
+
+
+def in_32_bits(graph: Graph, extents: Mapping[str, int]) -> Graph:
+    """Return an equal graph whose integer constants fit in 32 bits, with the same node numbers.
+
+    A comparison with a larger constant has the same result for all indices and is replaced by it.
+    The same holds for a minimum or maximum. Captured integers are assumed to fit in 32 bits.
+
+    Raises
+    ------
+    UnsupportedError
+        If other operations use a larger constant.
+    """
+    if all(_fits(node) for node in graph.nodes):
+        return graph
+    bounds, nodes = _anywhere(graph.nodes, extents), list(graph.nodes)
+    for n, node in enumerate(nodes):
+        low, high = bounds[n]
+        if node.kind == BOOL and low == high:
+            nodes[n] = Node("const", (), bool(low), BOOL)
+        elif node.kind == INT and node.op in ("min", "max"):
+            for one, other in (node.args, node.args[::-1]):
+                x, y = (one, other) if node.op == "min" else (other, one)
+                if bounds[x][1] <= bounds[y][0]:
+                    nodes[n] = node._replace(args=(one, one))
+    used = set(needed(nodes, [graph.root]))
+    for n, node in enumerate(nodes):
+        if n not in used and node.kind == INT and node.op != "arg":
+            nodes[n] = Node("const", (), 0, INT)
+        elif n in used and not _fits(node):
+            raise UnsupportedError(
+                f"{graph.name} computes with the integer {node.value}, but kernels on a GPU "
+                "compute with 32-bit integers; use smaller integers, or backend='numba', which "
+                "computes with 64 bits on the CPU"
+            )
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _fits(node: Node) -> bool:
+    return node.op != "const" or node.kind != INT or -(2**31) <= node.value < 2**31
+
+
+#: Operations that are finite if their first argument is above a limit, or at it for a square root.
+_LIMITS = {"log": 0, "log2": 0, "rsqrt": 0, "log1p": -1, "pow": 0, "sqrt": 0}
+_DIVISIONS = ("div", "floordiv", "mod")
+#: Positions past the last one at which kernels may evaluate a function, because tiles are whole.
+_PAST = 256
+
+
+def without_poles(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[bool]:
+    """Return one bool per node: True if the node has no pole at any score, index and position.
+
+    The value is then finite if the scores, captured elements and constants are. False means that
+    the node may divide by 0, for example, also at positions past the last one. A divisor that all
+    scores of a head share is assumed not to be 0.
+    """
+    bounds = _anywhere(nodes, _whole_tiles(extents))
+    found: list[bool] = []
+    moves: list[bool] = []  # whether scores of a head differ in it
+    for node in nodes:
+        inside = True
+        if node.op in _LIMITS or (node.kind == FLOAT and node.op in _DIVISIONS):
+            of = node.args[0 if node.op == "pow" else -1]
+            low, high = bounds[of]
+            above = low >= 0 if node.op == "sqrt" else low > _LIMITS.get(node.op, 0)
+            below = node.op in _DIVISIONS and high < 0
+            inside = bool(above or below) or not moves[of]
+        found.append(inside and all(found[a] for a in node.args))
+        own = node.op == "arg" and node.value not in ("b", "h")
+        moves.append(own or any(moves[a] for a in node.args))
+    return found
+
+
+def bounded(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[bool]:
+    """Return one bool per node: True if the node is finite for any scores and captured values."""
+    pairs = zip(_anywhere(nodes, _whole_tiles(extents)), without_poles(nodes, extents), strict=True)
+    return [bool(np.isfinite(low) & np.isfinite(high)) and safe for (low, high), safe in pairs]
+
+
+def _whole_tiles(extents: Mapping[str, int]) -> dict[str, int]:
+    return {name: n + _PAST * (name in ("q", "k")) for name, n in extents.items()}
 
 
 def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Interval]:

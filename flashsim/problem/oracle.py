@@ -297,10 +297,12 @@ def _through_function(
         for n in graph.loads:
             node = graph.nodes[n]
             if node.value == number:
-                each = np.where(dS == 0, 0, dS * pushed(graph, values, {n}))
+                with np.errstate(invalid="ignore"):  # 0 times infinity, where a bias is -inf
+                    each = np.where(dS == 0, 0, dS * pushed(graph, values, {n}))
                 add_at(total, (values[a] for a in node.args), np.broadcast_to(each, dS.shape))
         gradients[f"d:{name}"] = total
-    return np.where(dS == 0, 0, dS * of_score), gradients
+    with np.errstate(invalid="ignore"):
+        return np.where(dS == 0, 0, dS * of_score), gradients
 
 
 def _per_head(x: np.ndarray, p: Problem) -> np.ndarray:

@@ -4,6 +4,7 @@ their own sources on a CPU, registers, what is refused, and that other kernels d
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ pytest.importorskip("cupy")
 import emulator
 import test_emulated
 import test_emulated_decode
-from compiled import compiled, errors, some, thorough
+from compiled import compares_maxima, compiled, errors, some, thorough
 from cupy_checks import ROOMY, budget, check_lse, hardware_tanh, make
 from decode_cases import Case
 from gpus import H200
@@ -286,6 +287,68 @@ def test_traces_hold_what_functions_read(family, name):
             stages, again.backward(x["dout"], **given).trace.stages, strict=True
         ):
             np.testing.assert_array_equal(one.events, expected.events, one.name)
+
+
+#: Biases of -inf, some of whole rows; and functions that are infinite at a score of 0, or where no
+#: query or key exists.
+gaps = np.where(RNG.random((4, 1024)) < 0.3, -np.inf, table).astype(np.float32)
+holes = np.where(RNG.random((210, 208)) < 0.3, -np.inf, planes[0]).astype(np.float16)
+holes[:70] = -np.inf
+temperature = np.array([0.5, 1, 2, 0.3], np.float32)
+open_keys = RNG.random(200) < 0.5
+
+
+def with_gaps(s, b, h, q, k):
+    return s + gaps[h, q - k + 512]
+
+
+def with_holes(s, b, h, q, k):
+    return (s + holes[q, k]) * temperature[h]
+
+
+def of_open_keys(s, b, h, q, k):
+    return s + np.log(open_keys[k])
+
+
+def divided(s, b, h, q, k):
+    return np.where(k <= q, s / (q - k + 1.0), -np.inf)
+
+
+def to_the_last_query(s, b, h, q, k):
+    return s + np.log(150.0 - q)
+
+
+def to_the_last_key(s, b, h, q, k):
+    return s * np.log(200.0 - k)
+
+
+def roots(s, b, h, q, k):
+    return s - 1e-6 * np.log(abs(s)) + 0.1 * np.maximum(s, 0.0) ** 1.5
+
+
+CAPTURED |= {
+    with_gaps: {"gaps": gaps},
+    with_holes: {"holes": holes, "temperature": temperature},
+    of_open_keys: {"open_keys": open_keys},  # without a gradient
+}
+INFINITE = (with_gaps, with_holes, of_open_keys, divided, to_the_last_query, to_the_last_key, roots)
+
+
+@pytest.mark.parametrize(
+    ("family", "algorithm", "d"),
+    [
+        (HOPPER, "flash2-fused", 64),
+        thorough(HOPPER, "flash2-fused", 128),
+        thorough(HOPPER, "flash2-fused", 192),
+        thorough(HOPPER, "flash2", 256),
+        thorough(PORTABLE, "flash2", 64),
+    ],
+)
+@pytest.mark.parametrize("score", INFINITE)
+def test_infinite_scores(score, family, algorithm, d):
+    wanted = tuple(n for n, x in CAPTURED.get(score, {}).items() if x.dtype != bool)
+    p = replace(problem(150, 200, d), score_mod=score, score_grads=wanted)
+    compare(p, score, family, algorithm)
 
 
 FAULTS = {
@@ -608,6 +671,33 @@ def test_kernels_are_sound_to_the_compilers_front_end(name, d):
         assert not errors(kernel, kernel.options)
 
 
+#: A kernel that calls a mask function.
+CALL = """
+extern "C" __global__ void masked(FlashCaptured c, bool* out) {
+    const FlashHead at = flash_head(c, blockIdx.y, blockIdx.z);
+    out[threadIdx.x] = flash_mask(c, at, FlashAt(blockIdx.x), FlashAt(threadIdx.x));
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        lambda b, h, q, k: np.maximum(k - k, np.maximum(h, q)) == 2 * q - q,
+        lambda b, h, q, k: ~(np.maximum(np.minimum(q, k), 0) != k) | (h == 1),
+        lambda b, h, q, k: np.where(q < k, k, q).clip(0) == k,
+    ],
+)
+def test_a_maximum_is_compared_by_an_instruction_of_its_own(condition):
+    """ptxas has an instruction that computes both, and its result is wrong."""
+    text = functions_of(problem(100, 100, 64, condition)).plain.text + CALL
+    kernel = SimpleNamespace(file="masked.cu")
+    for same, wrong in (("apart == 0", False), ("a == b", True)):
+        log, cubin = compiled(kernel, ("-arch=sm_90a",), text.replace("apart == 0", same))
+        assert cubin, log
+        assert compares_maxima(cubin) == wrong
+
+
 def test_kernels_without_functions_are_compiled_as_before():
     """No constant and no text of functions reaches them, so their machine code is the same."""
     p = Problem(4096, 4096, 128, heads=16, dtype="bfloat16", causal=True)
@@ -703,6 +793,51 @@ def test_scores_that_are_bounded_need_no_maximum():
     for more in ({}, {"softcap": 51.0}, {"softcap": 30.0, "dtype": "float16"}):
         assert "FS_BOUNDED" not in constants(**more)
     assert "FS_BOUNDED" not in constants(score_mod=alibi, heads=4)
+
+
+def test_functions_with_poles():
+    """Also at a score of 0, and at positions past the last one, which tiles contain."""
+    for score, poles in (
+        *((f, False) for f in (alibi, relative, bucketed, biased, capped, bounded, with_holes)),
+        *((f, True) for f in (of_open_keys, divided, to_the_last_query, to_the_last_key, roots)),
+        (lambda s, b, h, q, k: s / np.sqrt(q + 1.0) * np.log(k + 2.0), False),
+        (lambda s, b, h, q, k: s / (k - q - 0.5), True),
+        (lambda s, b, h, q, k: s / (k + 0.5) % 3.0, False),
+        (lambda s, b, h, q, k: slopes[h] * np.tanh(s / slopes[h]), False),
+        (lambda s, b, h, q, k: s + np.log(700.0 - q), False),  # tiles are smaller
+        (lambda s, b, h, q, k: abs(s) ** 1.5 + s**2, True),
+    ):
+        p = replace(problem(150, 200, 64), score_mod=score)
+        assert functions_of(p).plain.poles == poles
+
+
+def test_integers_of_more_than_32_bits():
+    """A comparison with one is decided, and everything else with one is refused."""
+    huge = 2**40
+    for mask, same in (
+        (lambda b, h, q, k: (q >= k) & (q - k <= huge), lambda b, h, q, k: (q >= k) & (k == k)),
+        (lambda b, h, q, k: k + huge > q, lambda b, h, q, k: k == k),
+        (lambda b, h, q, k: np.clip(k, -huge, huge) <= q, lambda b, h, q, k: k <= q),
+        (lambda b, h, q, k: (q < 2**31) & (q > -(2**31) - 1), lambda b, h, q, k: k == k),
+        (lambda b, h, q, k: np.where(k > huge, q, k) <= q, lambda b, h, q, k: k <= q),
+    ):
+        p = problem(40, 50, 64, mask)
+        graphs = functions_of(p).plain.graphs[0], problem(40, 50, 64, same).mask_graph
+        at = {"b": 0, "h": 1, "q": np.arange(40)[:, None], "k": np.arange(50)}
+        mine, other = (np.broadcast_to(graph.evaluate(at, ()), (40, 50)) for graph in graphs)
+        np.testing.assert_array_equal(mine, other)
+        np.testing.assert_array_equal(
+            mine, np.broadcast_to(p.mask_graph.evaluate(at, ()), mine.shape)
+        )
+        assert not re.findall(r"(?<![.\d])\d{10,}", functions_of(p).plain.text)
+    for mask in (lambda b, h, q, k: (q + huge) % 7 == k, lambda b, h, q, k: q * 2**31 > k):
+        with pytest.raises(UnsupportedError, match="computes with the integer"):
+            functions_of(problem(40, 50, 64, mask))
+    with pytest.raises(UnsupportedError, match="computes with the integer"):
+        functions_of(problem(40, 50, 64, None, lambda s, b, h, q, k: s + (q ^ huge) % 3))
+    identities = np.arange(300) * 2**33
+    with pytest.raises(UnsupportedError, match=r"identities that .* more than 32 bits"):
+        functions_of(problem(40, 50, 64, lambda b, h, q, k: identities[q] == identities[k]))
 
 
 def test_what_is_refused():

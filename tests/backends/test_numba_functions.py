@@ -12,7 +12,7 @@ import pytest
 binding = pytest.importorskip("llvmlite.binding")
 pytest.importorskip("numba_cuda")
 
-from compiled import kernels_only, thorough  # noqa: E402
+from compiled import compares_maxima, kernels_only, thorough  # noqa: E402
 from gpus import GPUS  # noqa: E402
 from llvmlite import ir  # noqa: E402
 from numba.cuda import cgutils  # noqa: E402
@@ -271,6 +271,30 @@ def test_every_operation(function, machine, monkeypatch):
         )
 
 
+@pytest.mark.parametrize("by_row", [True, False])
+def test_a_pole_past_the_end_is_not_seen(by_row, machine):
+    """The logarithm of 0 and of negative numbers, at positions that do not exist."""
+    p = problem(score_mod=lambda s, b, h, q, k: s + np.log(45.0 - q), mask_mod=None, score_grads=())
+    args = np.zeros(1, np.dtype([*launch.ARGS.descr, ("more", "V128")]))
+    kernel = SimpleNamespace(
+        functions=functions_of(p).plain,
+        constants=tuple((f"FS_{x}", 0) for x in ("SOFTCAP", "VARLEN", "BF16", "LEFT", "RIGHT")),
+        args=args.dtype,
+    )
+    made = functions.fragment_functions(kernel, 1, 8, by_row=by_row)
+    seen = set()
+    for lane in range(32):
+        s = RNG.normal(size=4).astype(np.float32)
+        got = machine(made.score, args, lane, (0, 1, 35, 44, p.n_q - 1, p.n_kv - 1), s)
+        down, across = lane // 4 + np.array([0, 0, 8, 8]), lane % 4 * 2 + np.array([0, 1, 0, 1])
+        q, k = (35 + down, 44 + across) if by_row else (35 + across, 44 + down)
+        exists = (q < p.n_q) & (k < p.n_kv)
+        right = np.where(exists, s + np.log(np.maximum(45 - q, 1)), -np.inf)
+        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
+        seen |= {*exists}
+    assert seen == {True, False}
+
+
 def test_rows_with_a_sink(machine, monkeypatch):
     """Also where the scores are far below the sink or above it, and where there is no key."""
     monkeypatch.setattr(ptx, "shuffle_xor", lambda b, x, mask: f32(0.0))  # the other lanes' sums
@@ -306,6 +330,19 @@ def test_tensor_kernels_compile(stage, more):
     assert ("red.global.add.f32" in text) == (stage in ("dkdv", "fused"))
     _, log = compiler.assemble(text, GPUS["sm_90"].compute_capability)
     assert " 0 bytes spill stores" in log
+
+
+def of_extremes(b, h, q, k):
+    return (np.maximum(np.minimum(q, k), 0) == k) | (h == 1)
+
+
+def test_a_maximum_is_compared_by_an_instruction_of_its_own():
+    """ptxas has an instruction that computes both, and its result is wrong."""
+    p = problem(score_mod=None, score_grads=(), mask_mod=of_extremes)
+    text = ptx_of(TENSOR, "forward", p, Tiling(16, 16))
+    cubin, _ = compiler.assemble(text, GPUS["sm_90"].compute_capability)
+    assert "max.s32" in text
+    assert not compares_maxima(cubin)
 
 
 @pytest.mark.parametrize(

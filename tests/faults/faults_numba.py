@@ -234,8 +234,7 @@ FAULTS = {
     # -- mask and score functions in Hopper's kernels -------------------------------------------
     "functions-mask-one-query-late": Fault(
         "functions see each query as the one behind it",
-        *(FUNCTIONS, '"q": (b.add(query, q), last_query)'),
-        *('"q": (b.add(b.add(query, q), i32(1)), last_query)', OF_MASKS),
+        *(FUNCTIONS, "b.add(place[2], q)", "b.add(b.add(place[2], q), i32(1))", OF_MASKS),
     ),
     "functions-partial-tiles-whole": Fault(
         "the forward evaluates no mask function",

@@ -73,6 +73,20 @@ def test_a_head_dim_costs_what_the_kernel_makes_of_it():
     assert work(odd, tiling=Tiling(192, 128)).visit["L2"] == 2 * 128 * 64 * 2 / (9.8e12 / 132)
 
 
+def test_hopper_kernels_in_python_load_the_log_sum_exp_and_delta(monkeypatch):
+    """Their products add none, so they have no more columns than tiles have."""
+    pytest.importorskip("numba_cuda")
+    from flashsim.backends.numba_gpu import launch_policy
+
+    given = "flash2", "dkdv", Tiling(64, 128)
+    added = work(PROBLEM, "hopper", *given).visit
+    monkeypatch.setattr(model, "_family", lambda kernels, direction: launch_policy.HOPPER)
+    loaded = work(PROBLEM, "python", *given).visit
+    assert loaded["statistics"] > added["statistics"] == 0
+    share = loaded["tensor cores"] / added["tensor cores"]
+    assert share == pytest.approx(4 * 128 / (4 * 128 + 32))
+
+
 def test_portable_kernels_read_shared_memory_and_place_pieces():
     """dQ, 64 x 128, d = 128: four warps each read K twice and V once."""
     found = work(PROBLEM, "portable", stage="dq", tiling=Tiling(64, 128))

@@ -108,14 +108,28 @@ def costs_nothing_when_off(kernel, *options):
     return compiled(kernel, (*kernel.options, *options), bare)[1] == code
 
 
-def instructions(cubin):
-    """Return the 128-bit instructions of the only kernel of a cubin (64-bit ELF), in order."""
+def _sections(cubin):
+    """Yield the 128-bit instructions of each function in a cubin (64-bit ELF), in order."""
     start, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
     headers = [struct.unpack_from("<IIQQQQ", cubin, start + size * x) for x in range(count)]
     for name, _, _, _, offset, length in headers:
         if cubin.startswith(b".text.", headers[names][4] + name):
-            return [*struct.iter_unpack("<QQ", cubin[offset : offset + length])]
-    raise ValueError("no code")
+            yield [*struct.iter_unpack("<QQ", cubin[offset : offset + length])]
+
+
+def instructions(cubin):
+    """Return the 128-bit instructions of the only kernel of a cubin, in order."""
+    return next(_sections(cubin))
+
+
+def compares_maxima(cubin):
+    """Return whether a maximum or minimum of integers sets a predicate, which may be wrong.
+
+    See flash_same in flashsim/functions/emit.py.
+    """
+    every = (x for section in _sections(cubin) for x in section)
+    extremes = (high for low, high in every if low & 0x1FF == 0x048)  # VIMNMX
+    return any(high >> 17 & 0x3F != 0x3F for high in extremes)  # two predicates, 7 for none
 
 
 def _with_waits(cubin, kind):

@@ -110,6 +110,7 @@ void ptx_cvt_rn_f16x2_f32(u32& r, float high, float low);
 void ptx_mov_b32(float& low, float& high, u32 x);
 void ptx_cvt_rna_tf32_f32(u32& r, float x);
 inline void ptx_cvt_f32_f16(float& y, unsigned short x) { y = float(bits<_Float16>(x)); }
+inline void ptx_xor_b32(int& r, int a, int b) { r = a ^ b; }
 // As wrong as the hardware may be, a relative 2^-11, up or down by a bit of x.
 inline void ptx_tanh_approx_f32(float& y, float x) {
     y = tanhf(x);

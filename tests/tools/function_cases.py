@@ -58,8 +58,11 @@ def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> 
     def chunked(b, h, q, k):
         return (q // 128 == k // 128) & (q >= k)
 
+    def of_extremes(b, h, q, k):  # see flash_same in flashsim/functions/emit.py
+        return (torch.maximum(torch.minimum(q, k), 0 * k) == k) | (h == 1)
+
     found = (causal, window, prefix, of_documents, dilated, strided, by_head, lengths_of_keys, late)
-    return {f.__name__: f for f in (*found, chunked)}
+    return {f.__name__: f for f in (*found, chunked, of_extremes)}
 
 
 def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> dict[str, Case]:
@@ -85,6 +88,19 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") ->
     def curved(s, b, h, q, k):
         return s * (1 + slopes[h]) + torch.where(q > k, s * s / 16, rows[b, k])
 
+    lost = torch.rand(heads, n_q + n_kv, generator=g, device=device) < 0.3
+    gaps = table.masked_fill(lost, -float("inf"))
+    holes = bias.masked_fill(lost[:, n_kv:, None] | lost[:, None, :n_kv], -float("inf"))
+
+    def with_gaps(s, b, h, q, k):  # a mask in captured distances
+        return s + gaps[h, q - k + n_kv]
+
+    def with_holes(s, b, h, q, k):  # a mask in a bias, with rows without keys
+        return s + holes[h, q, k]
+
+    def with_poles(s, b, h, q, k):  # where no query or key exists
+        return 0.2 * s * torch.log(n_kv - k) + torch.log(n_q - q)
+
     def dropped(s, b, h, q, k):  # a mask in a score function
         return torch.where(q >= k, s, -float("inf"))
 
@@ -95,6 +111,9 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") ->
         "capped": Case(None, capped),
         "curved": Case(None, curved, {"slopes": slopes, "rows": rows}),
         "dropped": Case(None, dropped),
+        "with_poles": Case(None, with_poles),
+        "with_gaps": Case(None, with_gaps, {"gaps": gaps}),
+        "with_holes": Case(None, with_holes, {"holes": holes}),
     }
 
 

@@ -1,6 +1,7 @@
 """Check random score and mask functions against the float64 oracle.
 
-    PYTHONPATH=tests/tools python -m function_fuzz FIRST COUNT [--gpu] [--jobs N] [--seconds S]
+    PYTHONPATH=tests/tools python -m function_fuzz FIRST COUNT [--gpu] [--python] [--jobs N]
+                                                   [--seconds S]
 
 checks the cases of the seeds FIRST, FIRST + 1, ... and prints those that fail. On a CPU the
 engines must be exact in float64, and their traces must have the counts of the closed form. On a GPU
@@ -8,7 +9,8 @@ an error may be twice that of plain attention in the same type, plus a rounding.
 captured arrays and of sinks, which are sums that cancel, may have twice the error of the simulator
 in that type.
 Cases on a GPU take turns on the Hopper kernels, the portable kernels and the kernels for decoding,
-which have a forward only.
+which have a forward only. With `--python`, they take turns on the Hopper and the tensor-core
+kernels in Python.
 """
 
 import argparse
@@ -28,8 +30,11 @@ from random_functions import Random
 from flashsim import Tiling, count, run
 from flashsim.problem import oracle
 
-#: Kernels of the cases on a GPU, in turn.
-ON_GPU = ("hopper", "portable", "hopper", "decode")
+#: Kernels of the cases on a GPU, in turn, by backend.
+ON_GPU = {
+    "cupy": ("hopper", "portable", "hopper", "decode"),
+    "numba_cuda": ("hopper", "tensor", "hopper", "tensor"),
+}
 #: One in this many CPU cases runs the CPU engine, which compiles each function.
 COMPILED = 20
 
@@ -122,10 +127,10 @@ def check_on_cpu(seed: int, backend: str) -> None:
     same_counts(gradients.trace, count(gradients.trace.problem, **told, direction="backward"))
 
 
-def check_on_gpu(seed: int) -> None:
+def check_on_gpu(seed: int, backend: str = "cupy") -> None:
     """Raise AssertionError unless the errors of all results are within the budget of their type."""
     sizes, how, rng = drawn(seed, 300, jumps=False)
-    kernel = ON_GPU[seed % len(ON_GPU)]
+    kernel = ON_GPU[backend][seed % 4]
     types = ["float16", "bfloat16", "float32"]
     dtype = str(rng.choice(types if kernel == "portable" else types[:2]))
     x = tensors(d=int(rng.choice([32, 64, 128])), dtype=dtype, seed=seed, **sizes)
@@ -133,7 +138,7 @@ def check_on_gpu(seed: int) -> None:
         chosen = {"algorithm": "flash-decode", "splits": int(rng.integers(1, 5))}
     else:
         chosen = {"kernel": kernel}
-    result = run(x.q, x.k, x.v, **how, **chosen, backend="cupy")
+    result = run(x.q, x.k, x.v, **how, **chosen, backend=backend)
     assert kernel in (result.kernel, "decode"), f"ran kernel={result.kernel!r}, not {kernel!r}"
     given = {"sinks": how.get("sinks")}
     if kernel == "decode":
@@ -185,11 +190,11 @@ def within_budget(
     assert not problems, f"{dtype}: {problems}"
 
 
-def outcome(seed: int, gpu: bool) -> str:
-    """Return why a seed's case failed; "" if it did not."""
+def outcome(seed: int, backend: str) -> str:
+    """Return why a seed's case failed; "" if it did not. Without a backend, it runs on the CPU."""
     try:
-        if gpu:
-            check_on_gpu(seed)
+        if backend:
+            check_on_gpu(seed, backend)
         else:
             check_on_cpu(seed, "simulator" if seed % COMPILED else "numba")
     except Exception as error:
@@ -203,13 +208,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("first", type=int)
     parser.add_argument("count", type=int)
     parser.add_argument("--gpu", action="store_true", help="on backend='cupy'")
+    parser.add_argument("--python", action="store_true", help="on backend='numba_cuda'")
     parser.add_argument("--jobs", type=int, default=1, help="processes, default 1")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     options = parser.parse_args(arguments)
+    backend = "numba_cuda" if options.python else "cupy" if options.gpu else ""
     end, done, failures = time.monotonic() + options.seconds, 0, 0
     seeds = iter(range(options.first, options.first + options.count))
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        waiting = {pool.submit(outcome, n, options.gpu) for n in islice(seeds, 2 * options.jobs)}
+        waiting = {pool.submit(outcome, n, backend) for n in islice(seeds, 2 * options.jobs)}
         while waiting:
             ready = next(as_completed(waiting))
             waiting.remove(ready)
@@ -220,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if done % 50 == 0:
                 print(f"{done:,} cases so far, {failures} failed", flush=True)
             if time.monotonic() < end and (seed := next(seeds, None)) is not None:
-                waiting.add(pool.submit(outcome, seed, options.gpu))
+                waiting.add(pool.submit(outcome, seed, backend))
     print(f"{done:,} of {options.count:,} cases, {failures} failed", flush=True)
     return int(failures > 0 or done < options.count)
 

@@ -112,7 +112,9 @@ __device__ __forceinline__ void make_probabilities(float (&P)[BLOCK_K / 2], floa
     for (int e = 0; e < BLOCK_K / 2; ++e) {
         const int r = e / 2 % 2, step = e / 4 * 8 + e % 2;
         const FlashAt k = KEPT ? FlashAt(first, step) : existing(first, step, it.own.stop);
-        const bool inside = KEPT || (keep[r](first + step) && kept(a, at, q[r], k));
+        const bool exists =
+            !FS_POLES || (query + 8 * r < it.end && first + step < it.own.stop);
+        const bool inside = KEPT || (exists && keep[r](first + step) && kept(a, at, q[r], k));
         P[e] = probability<KEPT>(a, at, S[e], LOG2E, minus_lse[r], q[r], k, inside);
     }
 }

@@ -437,10 +437,12 @@ __device__ __forceinline__ void make_probabilities(float (&P)[N], float (&S)[N],
         const int step = e / 4 * 8 + e % 2, r = e / 2 % 2;
         const FlashAt q = EXACT ? FlashAt(query, step) : existing(query, step, it.end);
         const FlashAt k = EXACT ? FlashAt(key, 8 * r) : existing(key, 8 * r, it.own.stop);
+        const bool exists =
+            !FS_POLES || EXACT || (query + step < it.end && key + 8 * r < it.own.stop);
 #if FLASH_RANGES
-        const bool inside = KEPT || keep[r](step);
+        const bool inside = KEPT || (exists && keep[r](step));
 #else
-        const bool inside = KEPT || (keep[r](query + step) && kept(a, at, q, k));
+        const bool inside = KEPT || (exists && keep[r](query + step) && kept(a, at, q, k));
 #endif
 #if FS_DISTANCES
         P[e] = probability<KEPT>(a, at, S[e], factor, 0.0f, q, k, inside, statistic[step - 8 * r]);

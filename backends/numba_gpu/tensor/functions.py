@@ -35,7 +35,7 @@ from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.gradients import mask_probabilities
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 from flashsim.functions.derivative import DOUT, adjoints
-from flashsim.functions.emit import never_negative
+from flashsim.functions.emit import never_negative, of_extremes
 from flashsim.functions.graph import ArraySpec, Graph, Node, needed
 from flashsim.functions.operations import BOOL, FLOAT, INT, SCORE
 
@@ -82,6 +82,7 @@ class _Values:
         self.given, self.where, self.addresses = given, where, addresses
         self.fast_tanh, self._in_range = fast_tanh, inside
         self._positive = never_negative(graph.nodes)
+        self._extreme = of_extremes(graph.nodes)
         self._depends = [sorted(names) for names in graph.depends]
         self._known: dict[tuple[int, ...], ir.Value] = {}
         self._needed: dict[int, list[int]] = {}
@@ -121,6 +122,9 @@ class _Values:
         if op == "cast":
             return _converted(b, args[0], of, node.kind)
         if op in _COMPARED:
+            if op in ("eq", "ne") and any(self._extreme[a] for a in node.args):
+                # see flash_same in emit.py
+                args = [ptx.exclusive_or(b, *args), i32(0)]
             if of != FLOAT:
                 compare = b.icmp_signed if of == INT else b.icmp_unsigned
             else:  # NaN differs from everything
@@ -250,7 +254,9 @@ class _Fragment:
         self.bf16, self.softcap = bool(constants["FS_BF16"]), bool(constants["FS_SOFTCAP"])
         self.mask, self.score = (None, None) if of is None else of.graphs
         #: Whether a function reads captured arrays by query or key, so only at existing ones.
-        self.reads = of is not None and (of.mask_reads or of.score_reads)
+        #: The same holds for a score function with poles.
+        self.poles = of is not None and of.poles
+        self.reads = of is not None and (of.mask_reads or of.score_reads or of.poles)
         self.in_mask, self.in_score = ((), ()) if of is None else of.inside
         arrays: tuple[ArraySpec, ...] = () if self.score is None else self.score.arrays
         self.of_score = len(arrays)
@@ -273,11 +279,9 @@ class _Fragment:
         `a` is the kernel's arguments. `place` has the batch entry, the head, the warp's first query
         and key, and the last existing query and key. `more` has a fragment per argument of a score.
         """
-        batch, head, query, key, last_query, last_key = place
-        lane = lane_of(b)
-        down, across = b.lshr(lane, i32(2)), b.shl(b.and_(lane, i32(3)), i32(1))
-        q, k = (down, across) if self.by_row else (across, down)
-        starts = {"q": (b.add(query, q), last_query), "k": (b.add(key, k), last_key)}
+        batch, head, _, _, last_query, last_key = place
+        query, key = self.first(b, place)
+        starts = {"q": (query, last_query), "k": (key, last_key)}
         given = {"b": {0: batch}, "h": {0: head}}
         given |= {name: dict(enumerate(fragment)) for name, fragment in more.items()}
         for name, (start, last) in starts.items():
@@ -301,10 +305,33 @@ class _Fragment:
         return kept
 
     def apply_score(self, b: ir.IRBuilder, a: ir.Value, s: Values, place: Values) -> Values:
-        """Return the score function's results."""
+        """Return the score function's results.
+
+        A function with poles may be infinite at the score of a position that does not exist, which
+        is 0. There the result is -inf.
+        """
         assert self.score is not None
         values = self.values(b, self.score, a, place, score=s)
-        return [values.value(self.score.root, e) for e in range(self.count)]
+        found = [values.value(self.score.root, e) for e in range(self.count)]
+        if not self.poles:
+            return found
+        exists = self.exists(b, place)
+        return [b.select(e, x, f32(NEG_INF)) for e, x in zip(exists, found, strict=True)]
+
+    def exists(self, b: ir.IRBuilder, place: Values) -> Values:
+        """Return whether each element's query and key exist; see `values`."""
+        inside: dict[str, dict[int, ir.Value]] = {}
+        for name, start, last in zip("qk", self.first(b, place), place[4:], strict=True):
+            steps = sorted({at[name] for at in self.where})
+            inside[name] = {x: b.icmp_signed("<=", b.add(start, i32(x)), last) for x in steps}
+        return [b.and_(inside["q"][at["q"]], inside["k"][at["k"]]) for at in self.where]
+
+    def first(self, b: ir.IRBuilder, place: Values) -> Values:
+        """Return the query and the key of the lane's first element; see `values`."""
+        lane = lane_of(b)
+        down, across = b.lshr(lane, i32(2)), b.shl(b.and_(lane, i32(3)), i32(1))
+        q, k = (down, across) if self.by_row else (across, down)
+        return [b.add(place[2], q), b.add(place[3], k)]
 
     def slope(
         self,
