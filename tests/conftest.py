@@ -111,7 +111,8 @@ WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
 #: The files that take longest, longest first (half a minute of a core to six seconds). What is
 #: short comes last, by its name, so that two processes end together.
 LONGEST = (
-    *("backends/test_numba_kernels", "engines/test_bf16_dot", "backends/test_function_kernels"),
+    *("own_kernels/test_graded", "backends/test_numba_kernels", "engines/test_bf16_dot"),
+    "backends/test_function_kernels",
     *("backends/test_emulated_decode", "backends/test_decode_launch", "viz/test_viz_lab"),
     *("viz/test_viz_plots", "backends/test_emulated_hopper", "faults/test_kernel_faults"),
     *("functions/test_functions_engines", "backends/test_hopper_kernels", "studies/test_grader"),
