@@ -7,6 +7,18 @@ JOBS ?= 2
 # .dev), and each of some hundred processes would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
+# An environment and its packages, all at once, by uv in a third of pip's time. uv does not read how pip
+# is set up: where only that knows of an index, pip installs, below what uv says. Modules are compiled
+# where they are first imported: most of these packages' never are.
+define environment
+	test -e $(1)/bin/python || $(PYTHON) -m venv $(1)
+	{ $(1)/bin/python -m pip install -q --disable-pip-version-check uv && UV_SYSTEM_CERTS=1 $(1)/bin/uv \
+	  pip install -q --python $(1)/bin/python --cache-dir $(1)/.uv $(2); } || \
+	  $(1)/bin/python -m pip install -q --no-compile --disable-pip-version-check $(2)
+	rm -rf $(1)/.uv
+	touch $(1)/.installed
+endef
+
 .PHONY: demo test test-all test-torch test-triton thorough-torch outside lint modules walks numba unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
@@ -56,10 +68,7 @@ numba-%: $(VENV)-numba-%/.installed
 	  tests/engines/test_panels.py tests/engines/test_cpu_engine.py tests/engines/test_cpu_cache.py
 
 $(VENV)-numba-%/.installed: setup.cfg pyproject.toml
-	$(PYTHON) -m venv --upgrade-deps $(VENV)-numba-$*
-	$(VENV)-numba-$*/bin/python -m pip install -q --no-compile --disable-pip-version-check -e .[test] \
-	  numba==$*
-	touch $@
+	$(call environment,$(VENV)-numba-$*,-e .[test] numba==$*)
 
 # One BLAS thread for each of the $(JOBS) test processes: more of them fight over the cores. They take
 # whole files, the longest first (tests/conftest.py).
@@ -111,10 +120,7 @@ triton-%: $(VENV)-triton-%/.installed
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/triton.md]'
 
 $(VENV)-triton-%/.installed: setup.cfg pyproject.toml
-	$(PYTHON) -m venv --upgrade-deps $(VENV)-triton-$*
-	$(VENV)-triton-$*/bin/python -m pip install -q --no-compile --disable-pip-version-check \
-	  -e .[triton] pytest pytest-xdist hypothesis triton==$*
-	touch $@
+	$(call environment,$(VENV)-triton-$*,-e .[triton] pytest pytest-xdist hypothesis triton==$*)
 
 # Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/notebooks/outside.md.
 outside: $(VENV)-torch/.installed
@@ -140,16 +146,10 @@ $(VENV)/.installed: setup.cfg pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	touch $@
 
-# All at once: what .installed holds, and the rest, by uv in a third of pip's time. uv does not read
-# how pip is set up: where only that knows of an index, pip installs, below what uv says. Modules are
-# compiled where they are first imported: most of these packages' never are.
+# What .installed holds, and the rest.
 $(VENV)/.dev: setup.cfg pyproject.toml
-	test -e $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	{ $(BIN)/python -m pip install -q --disable-pip-version-check uv && UV_SYSTEM_CERTS=1 $(BIN)/uv \
-	  pip install -q --python $(BIN)/python --cache-dir $(VENV)/.uv -e .[dev]; } || \
-	  $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -e .[dev]
-	rm -rf $(VENV)/.uv
-	touch $(VENV)/.installed $@
+	$(call environment,$(VENV),-e .[dev])
+	touch $@
 
 # Every figure of docs/guides/gallery.md (page.png needs Chromium).
 gallery: $(VENV)/.dev

@@ -73,12 +73,22 @@ def pytest_configure(config):
 def _leave_the_engine_unoptimised():
     """Compile the CPU engine's kernels without LLVM's optimisation, which takes half of the time.
 
-    Kernels that are on disk stay as they are. Others, such as the L2 model's loops, run too long
-    without it. Processes that tests start optimise as always.
+    The L2 model's loops would run too long without it; LLVM optimises them. Code on disk is loaded
+    if it is optimised. Numba's key of such code does not say how it was compiled. So the code that
+    this process saves has another key, and processes without this change do not load it.
     """
-    from numba.core import config, dispatcher, registry
+    from numba.core import caching, config, dispatcher, registry
 
     compiled, whole, none = dispatcher.Dispatcher.compile, config.OPT, type(config.OPT)(0)
+    files = caching.IndexDataCacheFile
+    load, save = files.load, files.save
+
+    def load_(self, key):
+        optimised = load(self, key)
+        return load(self, (*key, "unoptimised")) if optimised is None else optimised
+
+    def save_(self, key, data):
+        save(self, (*key, "unoptimised"), data)
 
     def compile_(self, signature):
         module = self.py_func.__module__
@@ -92,6 +102,7 @@ def _leave_the_engine_unoptimised():
     config.OPT = none
     registry.cpu_target.target_context.codegen()  # made now, it makes machine code as fast
     dispatcher.Dispatcher.compile = compile_
+    files.load, files.save = load_, save_
 
 
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
@@ -100,7 +111,8 @@ WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
 #: The files that take longest, longest first (half a minute of a core to six seconds). What is
 #: short comes last, by its name, so that two processes end together.
 LONGEST = (
-    *("backends/test_numba_kernels", "engines/test_bf16_dot", "backends/test_function_kernels"),
+    *("own_kernels/test_graded", "backends/test_numba_kernels", "engines/test_bf16_dot"),
+    "backends/test_function_kernels",
     *("backends/test_emulated_decode", "backends/test_decode_launch", "viz/test_viz_lab"),
     *("viz/test_viz_plots", "backends/test_emulated_hopper", "faults/test_kernel_faults"),
     *("functions/test_functions_engines", "backends/test_hopper_kernels", "studies/test_grader"),

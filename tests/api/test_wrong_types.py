@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from functools import cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -25,14 +26,17 @@ SMALL = Problem(64, head_dim=16, heads=2)
 LARGE = Problem(4096, head_dim=128, heads=16, dtype="bfloat16", causal=True)
 TILE = Tiling(16, 16)
 q, k, v = np.random.default_rng(0).standard_normal((3, 32, 16), dtype=np.float32)
-TRACE = flashsim.run(q, k, v, tiling=TILE, trace=True).trace
-COUNTED = flashsim.count(SMALL, tiling=TILE)
-CURVE = flashsim.l2.curves(COUNTED)["forward"]
-SIZES = flashsim.blocks.sizes(LARGE, (64,))
-TASK = flashsim.exercises.get("delta").task
 SPREAD = Problem(256, head_dim=16)
-ACCOUNT = flashsim.distributed.count(SPREAD, ranks=4)
-LABORATORY = flashsim.precision.laboratory((64,), points=("s",), kinds=("normal",))
+# Made when a test needs them, and not in each process that collects this file.
+TRACE = cache(lambda: flashsim.run(q, k, v, tiling=TILE, trace=True).trace)
+COUNTED = cache(lambda: flashsim.count(SMALL, tiling=TILE))
+CURVES = cache(lambda: {"a": flashsim.l2.curves(COUNTED())["forward"]})
+CURVE = cache(lambda: CURVES()["a"])
+SIZES = cache(lambda: flashsim.blocks.sizes(LARGE, (64,)))
+DELTA = cache(lambda: flashsim.exercises.get("delta"))
+TASK = cache(lambda: DELTA().task)
+ACCOUNT = cache(lambda: flashsim.distributed.count(SPREAD, ranks=4))
+LABORATORY = cache(lambda: flashsim.precision.laboratory((64,), points=("s",), kinds=("normal",)))
 
 CALLS = {
     "predict.when": {"problem": LARGE, "lengths": [128]},
@@ -48,9 +52,9 @@ CALLS = {
     "walkthrough.corrections": {},
     "walkthrough.reread": {},
     "exercises.get": {"name": "delta"},
-    "exercises.grade": {"given": "", "exercise": flashsim.exercises.get("delta")},
+    "exercises.grade": {"given": "", "exercise": DELTA},
     "claims.judge": {"name": "268-times"},
-    "claims.overview": {"full": flashsim.claims.table("268-times")},
+    "claims.overview": {"full": cache(lambda: flashsim.claims.table("268-times"))},
     "banks.access": {},
     "banks.table": {},
     "ladder.climb": {"n_q": 64, "n_kv": 64, "head_dim": 16, "rungs": ("naive",)},
@@ -92,11 +96,19 @@ METHODS = [
     (CURVE, "writes", {"l2_bytes": 10}),
     (SIZES, "best", {"stage": "forward"}),
     (TASK, "arrays", {}),
-    (TASK, "run", {"solution": TASK.run, "arrays": TASK.arrays()}),
+    (
+        TASK,
+        "run",
+        {"solution": cache(lambda: TASK().run), "arrays": cache(lambda: TASK().arrays())},
+    ),
     (ACCOUNT, "link_bytes", {}),
     (ACCOUNT, "destination", {"rank": 0, "step": 0}),
     (ACCOUNT, "rank_table", {"rank": 0}),
-    (flashsim.exercises.Lesson("x"), "ask", {"question": "q", "said": 1, "right": 1}),
+    (
+        cache(lambda: flashsim.exercises.Lesson("x")),
+        "ask",
+        {"question": "q", "said": 1, "right": 1},
+    ),
 ]
 PICTURES = {
     "traffic": {"data": TRACE},
@@ -104,12 +116,12 @@ PICTURES = {
     "sram_timeline": {"data": TRACE},
     "cumulative": {"data": TRACE},
     "diff": {"first": TRACE, "second": TRACE},
-    "banks": {"data": flashsim.banks.access()},
+    "banks": {"data": cache(lambda: flashsim.banks.access())},
     "block_sizes": {"data": SIZES},
     "precision": {"data": LABORATORY},
     "rank_timeline": {"accounts": ACCOUNT},
-    "scaling": {"times": {"a": [flashsim.predict.spread(LARGE, ranks=4)]}},
-    "l2_curve": {"curves": {"a": CURVE}},
+    "scaling": {"times": cache(lambda: {"a": [flashsim.predict.spread(LARGE, ranks=4)]})},
+    "l2_curve": {"curves": CURVES},
     "mask": {"problem": SMALL},
     "memory_footprint": {"data": SMALL, "n": (64, 128)},
     "roofline": {"data": COUNTED},
@@ -121,7 +133,13 @@ PICTURES = {
 }
 
 
+def made(x):
+    """The value of one of the functions above, or `x`."""
+    return x() if isinstance(x, type(TRACE)) else x
+
+
 def never_bare(function, arguments):
+    arguments = {name: made(x) for name, x in arguments.items()}
     bare = []
     for name in inspect.signature(function).parameters:
         for wrong in WRONG:
@@ -147,7 +165,7 @@ def test_no_function_ends_in_an_error_of_pythons(name, tmp_path, monkeypatch):
     ("of", "name", "given"), METHODS, ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_no_method_ends_in_an_error_of_pythons(of, name, given):
-    never_bare(getattr(of, name), given)
+    never_bare(getattr(made(of), name), given)
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="figures need Matplotlib")
@@ -157,9 +175,10 @@ def test_no_picture_ends_in_an_error_of_pythons(name, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     open_before = plt.get_fignums()
+    first, *others = PICTURES[name]
     with pytest.raises(FlashSimError):
         getattr(flashsim.viz, name)(
-            **{next(iter(PICTURES[name])): object()}, **dict(list(PICTURES[name].items())[1:])
+            **{first: object()}, **{other: made(PICTURES[name][other]) for other in others}
         )
     assert plt.get_fignums() == open_before  # nor does one leave an empty figure
     never_bare(getattr(flashsim.viz, name), PICTURES[name])
@@ -224,9 +243,9 @@ def test_values_of_the_right_type_that_cannot_be_are_errors_too():
     with pytest.raises(OptionError, match="count= must be at most 10,000"):
         flashsim.verify.draw(huge, kernels=["portable"])
     with pytest.raises(OptionError, match="size of L2 must be at least 0 B, got nan"):
-        CURVE.reads(float("nan"))
+        CURVE().reads(float("nan"))
     with pytest.raises(OptionError, match="rank must be from 0 to 3, got -1"):
-        ACCOUNT.link_bytes(rank=-1)
+        ACCOUNT().link_bytes(rank=-1)
     with pytest.raises(
         ShapeError, match=r"k must have shape \(1, 1, 32, 16\), as the problem requires"
     ):
@@ -234,4 +253,4 @@ def test_values_of_the_right_type_that_cannot_be_are_errors_too():
             q[None, None], k[None, None, :-1], v[None, None], Problem(32, head_dim=16)
         )
     with pytest.raises(OptionError, match=r"cannot write .*: No such file.*the folder must exist"):
-        TRACE.to_perfetto("nosuch/trace.json")
+        TRACE().to_perfetto("nosuch/trace.json")

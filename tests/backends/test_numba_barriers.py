@@ -305,12 +305,81 @@ def functions(scored):
     }
 
 
-def played(block):
-    """What the kernel's modules call, by module."""
+def parts(block, half):
+    """What the kernels of `test_numba_wide_barriers` call, too: of Hopper's own, and gradients.
+
+    A thread has `half` numbers of dK, and as many of dV.
+    """
     memory, at = block.memory, block.at
 
-    def passed(pending):
-        return lambda value: block.done(pending) or value
+    def copy_tile(rows, chunks, packed, blocks=1):
+        def copy(to, tensor_map, barrier, row, head, last):
+            name = block.where(to)
+            memory[name] = head if name[0] in "kv" else (head, row)
+            block.landed(barrier, rows * chunks * 128)
+
+        def copy_to_all(to, tensor_map, barrier, row, head, last):
+            for _ in range(block.rank, chunks, blocks):
+                for other in block.cluster.blocks:
+                    assert other.begun, "a barrier that does not exist yet"
+                    other.memory[other.where(to)] = head
+                    other.landed(barrier, rows * 128)
+
+        return copy if blocks == 1 else copy_to_all
+
+    def lay_down(n, apart):
+        def lay(place, sums):
+            for name in "k", "v", "q", "dout":
+                for stage in range(2):
+                    memory.pop((name, stage), None)
+            block.laid[place] = sums
+            block.lots.step()
+
+        return lay
+
+    def add_from(n, apart):
+        def add(sums, place, rank):
+            there, own = block.cluster.blocks[rank], at.region("k") + 128 * block.group * 4
+            which, first = divmod((place - own) // apart, half)
+            assert block.cluster.lives(rank), "a block that has ended"
+            assert own + which * half * apart in there.laid, "nothing is there yet"
+            assert first % (n // 2) == 0
+            block.lots.step()
+            return (*sums, (first, rank, there.laid[own + which * half * apart]))
+
+        return add
+
+    def store_output(bf16, n, row_of, later=False):
+        def store(to, row_bytes, sums, factors, key, stop, column=0):
+            block.stored.append((to // DATA, block.group, column, sums))
+            return 0
+
+        return store
+
+    def statistics(lse, delta, rows, unit):
+        visit = divmod(lse // 4, ROWS)
+        return visit, visit
+
+    return {
+        "copy_tile": copy_tile,
+        "product_wait": lambda pending, n: lambda value: block.done(pending) or value,
+        "round_operand": lambda *_: lambda s: s,
+        "store_output": store_output,
+    }, {
+        "load_statistics": lambda n: statistics,
+        "put_rows": lambda n: lambda address, rows: memory.update({block.where(address): rows}),
+        "unit_of_starts": lambda start: lambda scale: 1.0,
+        "reduce_wait_read": lambda: None,
+        **{"wait_turn": None, "pass_turn": None, "mask_columns": lambda *_: None},
+        **{"fence_shared": lambda: None, "lay_down": lay_down, "add_from": add_from},
+        "score_products": lambda *_: same,
+    }
+
+
+def played(block):
+    """What the kernel's modules call, by module."""
+    memory = block.memory
+    of_hopper, of_gradients = parts(block, block.at.d // 2)
 
     def scores(*_, more, **__):
         def queue(*operands):
@@ -354,91 +423,27 @@ def played(block):
         block.sent.append((block.group, *visit))
         block.lots.step()
 
-    def put_rows(address, values):
-        memory[block.where(address)] = values
-
-    def copy_tile(rows, chunks, packed, blocks=1):
-        def copy(to, tensor_map, barrier, row, head, last):
-            name = block.where(to)
-            memory[name] = head if name[0] in "kv" else (head, row)
-            block.landed(barrier, rows * chunks * 128)
-
-        def copy_to_all(to, tensor_map, barrier, row, head, last):
-            for _ in range(block.rank, chunks, blocks):
-                for other in block.cluster.blocks:
-                    assert other.begun, "a barrier that does not exist yet"
-                    other.memory[other.where(to)] = head
-                    other.landed(barrier, rows * 128)
-
-        return copy if blocks == 1 else copy_to_all
-
-    def lay_down(n, apart):
-        def lay(place, sums):
-            for name in "k", "v", "q", "dout":
-                for stage in range(2):
-                    memory.pop((name, stage), None)
-            block.laid[place] = sums
-            block.lots.step()
-
-        return lay
-
-    def add_from(n, apart):
-        def add(sums, place, rank):
-            there, own = block.cluster.blocks[rank], at.region("k") + 128 * block.group * 4
-            which, column = divmod((place - own) // apart, at.d // 2)
-            assert block.cluster.lives(rank), "a block that has ended"
-            assert own + which * at.d // 2 * apart in there.laid, "nothing is there yet"
-            assert column % (n // 2) == 0
-            block.lots.step()
-            return (*sums, (rank, there.laid[own + which * at.d // 2 * apart]))
-
-        return add
-
-    def store_output(bf16, n, row_of, later=False):
-        def store(to, row_bytes, sums, factors, key, stop, column=0):
-            block.stored.append((to // DATA, block.group, column, sums))
-            return 0
-
-        return store
-
-    def statistics(lse, delta, rows, unit):
-        visit = divmod(lse // 4, ROWS)
-        return visit, visit
-
-    hopper = machine(
-        block,
-        copy_tile=copy_tile,
-        queue_scores=scores,
-        product_wait=lambda pending, n: passed(pending),
-        queue_output=lambda *_: queue_more,
-        round_operand=lambda *_: lambda s: s,
-        store_output=store_output,
-    )
     gradients = SimpleNamespace(
-        load_statistics=lambda n: statistics,
-        put_rows=lambda n: put_rows,
-        unit_of_starts=lambda start: lambda scale: 1.0,
         start_columns=lambda n: lambda values: values,
         queue_dv=queue_dv,
         score_gradients=lambda *_: lambda p, dp: p,
-        score_products=lambda *_: same,
         ds_place=lambda wide: lambda ds, group: ds,
         dq_place=lambda rows: lambda dq: dq,
         store_ds=lambda *_: store_ds,
         stage_dq=lambda rows: stage_dq,
         queue_dq=lambda *_: block.read,
         reduce_dq=lambda rows, wide, packed: reduce_dq,
-        reduce_wait_read=lambda: None,
-        wait_turn=None,
-        pass_turn=None,
-        mask_columns=lambda *_: None,
-        fence_shared=lambda: None,
-        lay_down=lay_down,
-        add_from=add_from,
+        **of_gradients,
     )
-    zeros = SimpleNamespace(zeros=lambda n: tuple)
     columns = SimpleNamespace(load_columns=lambda n: lambda at: memory.get(block.where(at)))
-    return hopper, gradients, zeros, columns
+    return {
+        "hopper": machine(
+            block, queue_scores=scores, queue_output=lambda *_: queue_more, **of_hopper
+        ),
+        **{"gradients": gradients, "mma_tiles": SimpleNamespace(zeros=lambda n: tuple)},
+        "softmax": SimpleNamespace(scale_scores=lambda *_: lambda s, *_: s),
+        "tensor_gradients": columns,
+    }
 
 
 class Arguments(SimpleNamespace):
@@ -446,6 +451,38 @@ class Arguments(SimpleNamespace):
 
     def __getattr__(self, name):
         return 0
+
+
+def arguments(heads, counts, mine):
+    """Those of a kernel whose items have `counts` visits, and whose block starts with `mine`."""
+    return Arguments(
+        **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
+        **{"n_q": ROWS, "scale": 1.0, "dk_data": 0, "dv_data": DATA},
+        **{"first": mine[0], "stop": mine[-1] + 1},
+    )
+
+
+def constants(at, blocks, scored, **more):
+    """The constants of a kernel with this shared memory."""
+    no = ("softcap", "ordered", "varlen", "left", "right", "timeline", "after", "more")
+    sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), at.d)
+    own = {"block_q": at.block_q, "block_k": at.block_k, "cluster": blocks, "scaled": scored}
+    return SimpleNamespace(**{**dict.fromkeys(no, 0), **sides, **own, "bf16": 1, **more})
+
+
+def replace_all(monkeypatch, module, block, items, walk, scored, played):
+    """Let a kernel's module call what is `played`."""
+    for name, value in {
+        **{"int32": int, "int64": int, "float32": float, "cuda": Cuda(block.cluster)},
+        **{"device": lambda f: f, "quotient": lambda x, y: x // y},
+        **{"shared_base": lambda: 0, "constants": lambda kernel: kernel},
+        **{"walk_functions": lambda *_, **__: walk, "rows_of": lambda c: (None, None)},
+        **{"item_functions": lambda *_, **__: items},
+        **{**functions(scored), **played(block)},
+    }.items():
+        for where in (module, kv_outer):
+            if hasattr(where, name):
+                monkeypatch.setattr(where, name, value)
 
 
 def item_functions(block, counts, numbers):
@@ -516,50 +553,19 @@ def run(monkeypatch):
     """``run(shape, heads, seed)``: all roles of a block, which has all items, run to their end; or
     (`item`) of a cluster of so many `blocks`, which has that one. What they read is asserted."""
 
-    def kernel_of(block, c, items, walk):
-        softmax = SimpleNamespace(scale_scores=lambda *_: lambda s, *_: s)
-        hopper, gradients, zeros, columns = played(block)
-        for module in (backward, kv_outer):
-            for name in ("int32", "int64"):
-                monkeypatch.setattr(module, name, int)
-            for name, value in {
-                **{"hopper": hopper, "gradients": gradients},
-                **{"device": lambda f: f, "quotient": lambda x, y: x // y},
-            }.items():
-                monkeypatch.setattr(module, name, value)
-        for name, value in {
-            **{"float32": float, "mma_tiles": zeros, "tensor_gradients": columns},
-            **{"constants": lambda kernel: kernel, "walk_functions": lambda *_, **__: walk},
-            **{"item_functions": lambda *_, **__: items, "softmax": softmax},
-            **functions(bool(c.scaled)),
-        }.items():
-            monkeypatch.setattr(backward, name, value)
-        monkeypatch.setattr(kv_outer, "shared_base", lambda: 0)
-        return backward.hopper_backward_kernel(c)
-
     def of(shape, heads, seed, *, deferred, ignored=(), blocks=1, item=None, scored=False):
         block_q, d = SHAPES[shape]
         at = KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
         lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
         cluster, mine = Cluster(lots, ignored), range(len(counts)) if item is None else (item,)
-        for module in (backward, kv_outer):
-            monkeypatch.setattr(module, "cuda", Cuda(cluster))
-        yes = dict.fromkeys(("bf16", "fused", "after"), 1) | {"deferred": int(deferred)}
-        no = ("softcap", "ordered", "varlen", "left", "right", "timeline", "more")
-        sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), d)
-        c = SimpleNamespace(
-            **{"block_q": block_q, "block_k": 128, "cluster": blocks, "scaled": scored},
-            **{**yes, **dict.fromkeys(no, 0), **sides},
-        )
-        a = Arguments(
-            **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
-            **{"n_q": ROWS, "scale": 1.0, "dk_data": 0, "dv_data": DATA},
-            **{"first": mine[0], "stop": mine[-1] + 1},
-        )
+        c = constants(at, blocks, scored, fused=1, after=1, deferred=int(deferred))
+        a = arguments(heads, counts, mine)
         roles = {}
         for rank in range(blocks):
             block = Block(at, lots, heads, ignored, cluster)
-            kernel = kernel_of(block, c, *item_functions(block, counts, iter(mine[1:])))
+            items, walk = item_functions(block, counts, iter(mine[1:]))
+            replace_all(monkeypatch, backward, block, items, walk, scored, played)
+            kernel = backward.hopper_backward_kernel(c)
             roles |= {(*role, rank): partial(kernel, *[0] * 5, a, 1) for role in ROLES}
         lots.run(roles)
         visits = {
@@ -579,10 +585,11 @@ def run(monkeypatch):
         else:
             places = [(w, g, x) for w in (0, 1) for g in (0, 1) for x in range(0, d, 32)]
             assert [x[:3] for x in stored] == places
-            for *_, sums in stored:  # always in the same order
-                assert [rank for rank, _ in sums] == list(range(blocks))
-                assert [visit for _, share in sums for visit in share] == every
-                shares = [len(share) for _, share in sums]
+            for *_, x, sums in stored:  # always in the same order
+                assert {first for first, _, _ in sums} == {x // 2}
+                assert [rank for _, rank, _ in sums] == list(range(blocks))
+                assert [visit for *_, share in sums for visit in share] == every
+                shares = [len(share) for *_, share in sums]
                 assert max(shares) <= min(shares) + 1
         assert not any(any(block.flying.values()) for block in cluster.blocks)
 

@@ -19,19 +19,20 @@ from test_numba_barriers import (
     OF_CLUSTER,
     ROWS,
     SHARED,
-    Arguments,
     Block,
     Cluster,
-    Cuda,
     Lots,
     Stuck,
-    functions,
+    arguments,
+    constants,
     item_functions,
     machine,
+    parts,
+    replace_all,
     same,
 )
 
-from flashsim.backends.numba_gpu.hopper import backward_roles, backward_wide, kv_outer
+from flashsim.backends.numba_gpu.hopper import backward_roles, backward_wide
 from flashsim.backends.numba_gpu.hopper.smem_layout import ColumnsDivided, Roles
 
 pytestmark = pytest.mark.promise("every barrier is needed")
@@ -161,21 +162,6 @@ def played(block):
 
         return add
 
-    def copy_tile(rows, chunks, packed, blocks=1):
-        def copy(to, tensor_map, barrier, row, head, last):
-            name = block.where(to)
-            memory[name] = head if name[0] in "kv" else (head, row)
-            block.landed(barrier, rows * chunks * 128)
-
-        def copy_to_all(to, tensor_map, barrier, row, head, last):
-            for _ in range(block.rank, chunks, blocks):
-                for other in block.cluster.blocks:
-                    assert other.begun, "a barrier that does not exist yet"
-                    other.memory[other.where(to)] = head
-                    other.landed(barrier, rows * 128)
-
-        return copy if blocks == 1 else copy_to_all
-
     def copy_chunks(rows, chunks, packed):
         def copy(to, tensor_map, full, free, parity, row, head, last):
             for x in range(chunks):
@@ -193,72 +179,20 @@ def played(block):
 
         return store
 
-    def lay_down(n, apart):
-        def lay(place, sums):
-            for name in "k", "v", "q", "dout":
-                for stage in range(2):
-                    memory.pop((name, stage), None)
-            block.laid[place] = sums
-            block.lots.step()
-
-        return lay
-
-    def add_from(n, apart):
-        half = at.wide + at.narrow >> 1  # floats of a thread's dK
-
-        def add(sums, place, rank):
-            there, own = block.cluster.blocks[rank], at.region("k") + 128 * block.group * 4
-            which, first = divmod((place - own) // apart, half)
-            assert block.cluster.lives(rank), "a block that has ended"
-            assert own + which * half * apart in there.laid, "nothing is there yet"
-            assert first % (n // 2) == 0
-            block.lots.step()
-            return (*sums, (first, rank, there.laid[own + which * half * apart]))
-
-        return add
-
-    def store_output(bf16, n, row_of, later):
-        def store(to, row_bytes, sums, factors, key, stop, column):
-            block.stored.append((to // DATA, block.group, column, sums))
-            return 0
-
-        return store
-
     def store_sums(to, row_bytes, low, middle, high, factor, start, stop):
         assert low == middle == high, "chunks of several visits"
         block.stored.append((to // DATA, 0, low))
         return 0
 
-    def rows_of_visit(lse, delta, rows, unit):
-        visit = divmod(lse // 4, ROWS)
-        return visit, visit
-
-    def passed(pending):
-        return lambda value: block.done(pending) or value
-
+    of_hopper, of_gradients = parts(block, at.d // 4)
     hopper = machine(
         block,
-        copy_tile=copy_tile,
         copy_chunks=copy_chunks,
-        store_output=store_output,
         queue_scores=lambda *_, **__: queue_scores,
-        product_wait=lambda pending, n: passed(pending),
-        round_operand=lambda *_: lambda s: s,
+        **of_hopper,
     )
     gradients = SimpleNamespace(
-        load_statistics=lambda n: rows_of_visit,
-        put_rows=lambda n: lambda address, values: memory.update({block.where(address): values}),
-        unit_of_starts=lambda start: lambda scale: 1.0,
-        store_ds=lambda *_: store_scores,
-        reduce_dq=reduce_dq,
-        reduce_wait_read=lambda: None,
-        wait_turn=None,
-        pass_turn=None,
-        mask_columns=lambda *_: None,
-        fence_shared=lambda: None,
-        lay_down=lay_down,
-        add_from=add_from,
-        score_products=lambda *_: same,
+        store_ds=lambda *_: store_scores, reduce_dq=reduce_dq, **of_gradients
     )
     wide_gradients = SimpleNamespace(
         scores_place=lambda tile, group: tile,
@@ -302,23 +236,14 @@ def run(monkeypatch):
         by_roles = SHAPES[shape] is None
         at = Roles(64, 96, d, d) if by_roles else ColumnsDivided(64, 64, d, bool(fused))
         module = backward_roles if by_roles else backward_wide
-        no = ("softcap", "ordered", "varlen", "left", "right", "after", "more")
-        sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), d)
-        c = SimpleNamespace(
-            **{"block_q": at.block_q, "block_k": at.block_k, "cluster": blocks, "bf16": 1},
-            **{"fused": fused, "scaled": scored, **dict.fromkeys(no, 0), **sides},
-        )
-        a = Arguments(
-            **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
-            **{"n_q": ROWS, "scale": 1.0, "dk_data": 0, "dv_data": DATA},
-            **{"first": mine[0], "stop": mine[-1] + 1},
-        )
+        c = constants(at, blocks, scored, fused=fused)
+        a = arguments(heads, counts, mine)
         make = "hopper_backward_roles_kernel" if by_roles else "hopper_backward_wide_kernel"
         roles = {}
         for rank in range(blocks):
             block = WideBlock(at, lots, heads, ignored, cluster)
             items, walk = item_functions(block, counts, iter(mine[1:]))
-            replace_all(module, block, items, walk, scored)
+            replace_all(monkeypatch, module, block, items, walk, scored, played)
             names = [("producer", 0), ("statistics", 0)]
             names += [("sender", x) for x in range(block.senders)]
             names += [("consumer", x) for x in range(at.groups)]
@@ -355,19 +280,6 @@ def run(monkeypatch):
                 assert [rank for _, rank, _ in sums] == list(range(blocks))
                 assert [visit for *_, share in sums for visit in share] == every
         assert not any(any(block.flying.values()) for block in cluster.blocks)
-
-    def replace_all(module, block, items, walk, scored):
-        for name, value in {
-            **{"int32": int, "int64": int, "float32": float, "cuda": Cuda(block.cluster)},
-            **{"device": lambda f: f, "quotient": lambda x, y: x // y},
-            **{"shared_base": lambda: 0, "constants": lambda kernel: kernel},
-            **{"walk_functions": lambda *_, **__: walk, "rows_of": lambda c: (None, None)},
-            **{"item_functions": lambda *_, **__: items},
-            **{**functions(scored), **played(block)},
-        }.items():
-            for where in (module, kv_outer):
-                if hasattr(where, name):
-                    monkeypatch.setattr(where, name, value)
 
     return of
 

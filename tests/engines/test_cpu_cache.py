@@ -49,6 +49,14 @@ def test_what_was_compiled_is_found_again(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_process_that_optimises_does_not_load_unoptimised_code():
+    walk = fresh()
+    hits(walk)
+    (key,) = walk._cache._cache_file._load_index()
+    plain = walk._cache._index_key(walk.signatures[0], walk.targetctx.codegen())
+    assert (key[-1] == "unoptimised") == (key != plain) == ("FLASHSIM_UNOPTIMISED" in os.environ)
+
+
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
 def test_files_cut_short_are_repaired(folder, ending, capsys):
     hits(fresh())

@@ -438,15 +438,15 @@ def test_a_process_of_its_own(tmp_path):
     pytest.importorskip("triton")
     source = FORWARD.solution_source
     attacks = {
-        "endless": ("\nwhile True:\n    pass\n", "time"),
-        "printed": ('\nprint(\'{"kind": ""}\')\nimport os\nos._exit(0)\n', "process"),
-        "right": ("\nprint('hello')\n", ""),
+        "endless": ("\nwhile True:\n    pass\n", "time", 5),
+        "printed": ('\nprint(\'{"kind": ""}\')\nimport os\nos._exit(0)\n', "process", 20),
+        "right": ("\nprint('hello')\n", "", 120),
     }
-    for name, (more, kind) in attacks.items():
+    for name, (more, kind, limit) in attacks.items():
         file = tmp_path / f"{name}.py"
         file.write_text(f"# flashsim exercise: kernel-forward\n{source}{more}")
         out = tmp_path / f"{name}.json"
-        words = ["exercise", "grade", str(file), "--json", "--timeout", "20" if kind else "120"]
+        words = ["exercise", "grade", str(file), "--json", "--timeout", str(limit)]
         done = CliRunner().invoke(app, [*words, "--gradescope", str(out)])
         assert done.exit_code == 0, done.output
         scored = json.loads(out.read_text())
