@@ -117,9 +117,10 @@ CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 TOGETHER = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 #: Minimum saving of an additional launch, in µs: some launches with a smaller predicted saving were
 #: slower.
-_LAUNCHED = 6.0
-#: The most waves of clusters of each size, before the full waves of single blocks.
-_MOST_WAVES = 3
+_LAUNCHED = 12.0
+#: The most waves of clusters of each size in `shared_launches`, and the µs by which a wave of
+#: clusters begins late after another: SMs of one group become free one after the other.
+_MOST_WAVES, _NEXT_WAVE = 3, 6.0
 #: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
 #: For head groups of several waves: the relative difference of two ends below which smaller groups
@@ -268,9 +269,9 @@ def shared_launches(
     places = {c: together(c, gpu) for c in CLUSTERS if together(c, gpu)}
 
     def takes(cluster: int, count: int) -> float:
-        """Return the predicted µs of a launch of clusters."""
-        each = times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
-        return -(-count // places[cluster]) * each
+        """Return the predicted µs of a launch."""
+        each, waves = times.item + times.visit * -(-steps // cluster), -(-count // places[cluster])
+        return waves * each + (waves * (adding_up + _NEXT_WAVE) - _NEXT_WAVE) * (cluster > 1)
 
     found: dict[tuple[tuple[int, int], ...], float]
     found = {((c, items),): takes(c, items) for c in places}
