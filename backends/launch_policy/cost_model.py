@@ -115,12 +115,12 @@ ADDING_UP = {64: 3.8, 128: 5.4}
 #: that 66, 30 and 15 clusters run at once.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 TOGETHER = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
-#: Minimum saving of an additional launch, in µs: some launches with a smaller predicted saving were
-#: slower.
-_LAUNCHED = 12.0
-#: The most waves of clusters of each size in `shared_launches`, and the µs by which a wave of
-#: clusters begins late after another: SMs of one group become free one after the other.
-_MOST_WAVES, _NEXT_WAVE = 3, 6.0
+#: Minimum saving of an additional launch, in µs and as a fraction of the pass: some launches with a
+#: smaller predicted saving were slower.
+_LAUNCHED, _LAUNCHED_SHARE = 12.0, 0.005
+#: The µs by which a wave of clusters begins late after another wave of the same launch: the SMs of
+#: a group become free one after the other.
+_NEXT_WAVE = 6.0
 #: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
 #: For head groups of several waves: the relative difference of two ends below which smaller groups
@@ -264,7 +264,7 @@ def shared_launches(
     Full waves have one block per work tile. A last, partial wave leaves SMs idle, so waves of
     clusters may end sooner. Clusters run first, the largest of them before the others, and take as
     many work tiles as run at once. So the single blocks share L2 and power with few others. Each
-    launch after the first must save more than `_LAUNCHED` µs.
+    launch after the first must save more than `_LAUNCHED` and `_LAUNCHED_SHARE` together.
     """
     places = {c: together(c, gpu) for c in CLUSTERS if together(c, gpu)}
 
@@ -276,14 +276,19 @@ def shared_launches(
     found: dict[tuple[tuple[int, int], ...], float]
     found = {((c, items),): takes(c, items) for c in places}
     sizes = sorted(places, reverse=True)
-    for waves in product(range(_MOST_WAVES + 1), repeat=len(sizes) - 1):
+    for used in product((False, True), repeat=len(sizes) - 1):
         shares, left = list[tuple[int, int]](), items
-        for cluster, count in zip(sizes, (*waves, items), strict=True):
-            if taken := min(left, count * places[cluster]):
+        for cluster, uses in zip(sizes, (*used, True), strict=True):
+            taken = min(left, places[cluster]) if cluster > 1 else left
+            if uses and taken:
                 shares.append((cluster, taken))
                 left -= taken
         found[tuple(shares)] = sum(takes(*share) for share in shares)
-    return min(found, key=lambda shares: found[shares] + _LAUNCHED * (len(shares) - 1))
+
+    def cost(shares: tuple[tuple[int, int], ...]) -> float:
+        return found[shares] + (len(shares) - 1) * (_LAUNCHED + _LAUNCHED_SHARE * found[shares])
+
+    return min(found, key=cost)
 
 
 def fastest_cluster(
