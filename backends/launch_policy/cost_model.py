@@ -118,6 +118,8 @@ TOGETHER = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 #: Minimum saving of an additional launch, in µs and as a fraction of the pass: some launches with a
 #: smaller predicted saving were slower.
 _LAUNCHED, _LAUNCHED_SHARE = 12.0, 0.005
+#: Number of waves of equal work tiles from which on clusters only take the last one.
+_MANY_WAVES = 4
 #: The µs by which a wave of clusters begins late after another wave of the same launch: the SMs of
 #: a group become free one after the other.
 _NEXT_WAVE = 6.0
@@ -264,8 +266,12 @@ def shared_launches(
     Full waves have one block per work tile. A last, partial wave leaves SMs idle, so waves of
     clusters may end sooner. Clusters run first, the largest of them before the others, and take as
     many work tiles as run at once. So the single blocks share L2 and power with few others. Each
-    launch after the first must save more than `_LAUNCHED` and `_LAUNCHED_SHARE` together.
+    launch after the first must save more than `_LAUNCHED` and `_LAUNCHED_SHARE` together. From
+    `_MANY_WAVES` on, clusters take only the last wave's work tiles (`_last_wave`).
     """
+    if items >= _MANY_WAVES * gpu.multiprocessors:
+        shares = _last_wave(items, steps, times, adding_up, gpu)
+        return (*shares, (1, items - sum(n for _, n in shares)))
     places = {c: together(c, gpu) for c in CLUSTERS if together(c, gpu)}
 
     def takes(cluster: int, count: int) -> float:
@@ -289,6 +295,34 @@ def shared_launches(
         return found[shares] + (len(shares) - 1) * (_LAUNCHED + _LAUNCHED_SHARE * found[shares])
 
     return min(found, key=cost)
+
+
+def _last_wave(
+    items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
+) -> tuple[tuple[int, int], ...]:
+    """Return extra launches that compute the work tiles of the last, partial wave.
+
+    If there are two extra launches, the first uses clusters of more than two blocks. The second
+    uses clusters of two blocks, as many as the GPU can run at the same time. The result is empty
+    unless the extra launches save more than `_LAUNCHED` µs each.
+    """
+
+    def takes(cluster: int) -> float:
+        return times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
+
+    places = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS if c > 1}
+    rest, pairs = items % gpu.multiprocessors, places[2]
+    if not rest:
+        return ()
+    found: dict[tuple[tuple[int, int], ...], float]
+    found = {((c, rest),): takes(c) for c in places if rest <= places[c]}
+    found |= {
+        ((c, rest - pairs), (2, pairs)): takes(c) + takes(2)
+        for c in places
+        if c > 2 and 0 < rest - pairs <= places[c]
+    }
+    best = min(found, key=lambda shares: found[shares] + _LAUNCHED * len(shares), default=())
+    return best if best and takes(1) - found[best] > _LAUNCHED * len(best) else ()
 
 
 def fastest_cluster(
