@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from flashsim.backends.launch.device_tables import Lowered, in_shares, lower, pa
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tiling import Tiling
@@ -109,11 +111,19 @@ CONVERTING, CONVERTED = 1.1, 0.6
 #: Extra µs for a cluster to start together and to add its blocks' shares of a work tile.
 ADDING_UP = {64: 3.8, 128: 5.4}
 #: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy. If not all
-#: clusters run at once, a cluster waits until enough SMs of one group are free.
+#: clusters run at once, a cluster waits until enough SMs of one group are free. Clusters with equal
+#: work tiles (`TOGETHER`) begin and end together, so they wait less. On an H100, the driver says
+#: that 66, 30 and 15 clusters run at once.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
-#: Minimum saving of an additional launch, in µs: some launches with a smaller predicted saving were
-#: slower.
-_LAUNCHED = 12.0
+TOGETHER = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
+#: Minimum saving of an additional launch, in µs and as a fraction of the pass: some launches with a
+#: smaller predicted saving were slower.
+_LAUNCHED, _LAUNCHED_SHARE = 12.0, 0.005
+#: Number of waves of equal work tiles from which on clusters only take the last one.
+_MANY_WAVES = 4
+#: The µs by which a wave of clusters begins late after another wave of the same launch: the SMs of
+#: a group become free one after the other.
+_NEXT_WAVE = 6.0
 #: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
 #: For head groups of several waves: the relative difference of two ends below which smaller groups
@@ -210,12 +220,11 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
             steps = one.tables.visits * (p.group if one.stage.per == "group" else 1)
             times = known[one.stage.name], ADDING_UP[width]
             for part in (*one.before, one):
-                walks, each = one.walks, steps
-                if one.before:  # all work tiles are equal
-                    walks, each = len(part.items), steps[:1]
-                cluster = part.kernel.cluster
+                walks, each, cluster = one.walks, steps, part.kernel.cluster
                 at_once = dict(gpu.clusters).get(cluster, 0)
-                free = shared_out(walks, each, *times, cluster, free, at_once)
+                if equal := has_equal_tiles(one.stage, one.tables):
+                    walks, each, at_once = len(part.items), steps[:1], together(cluster, gpu)
+                free = shared_out(walks, each, *times, cluster, free, at_once, in_waves=equal)
     return max(free) + more
 
 
@@ -227,17 +236,20 @@ def shared_out(
     cluster: int,
     free: Sequence[float],
     at_once: int = 0,
+    *,
+    in_waves: bool = False,
 ) -> list[float]:
     """Return the predicted µs, unordered, at which each SM finishes its last work tile.
 
     `steps` lists the visits (tile pairs) per work tile of each of the `walks` heads. Each work tile
     is shared by `cluster` blocks, which costs `adding_up` extra µs if `cluster` exceeds 1. If there
     are at most `at_once` clusters, all run at the same time; otherwise only part of the SMs can
-    form clusters (`CLUSTERS`). `free` holds the µs at which each SM becomes free.
+    form clusters (`CLUSTERS`). With `in_waves`, all work tiles are equal, and `at_once` clusters
+    run at the same time in any case. `free` holds the µs at which each SM becomes free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
-    if places < walks * len(items) <= at_once:
+    if in_waves or places < walks * len(items) <= at_once:
         places = at_once
     if walks * len(items) > _ROUNDS * places:
         done = (sum(free[:places]) + walks * float(items.sum())) / places
@@ -259,27 +271,78 @@ def ends_of_launch(
     return [*ends(takes, walks, walks, begun) * cluster, *sooner[cluster * places :]]
 
 
-def remainder(
+def has_equal_tiles(stage: plans.Stage, tables: Lowered) -> bool:
+    """Return whether `shared_launches` plans a pass: a fused one whose work tiles are all equal."""
+    p, visits = tables.schedule.problem, tables.visits
+    narrow = max(p.head_dim, p.head_dim_v) <= 128
+    return stage.name == "fused" and not stage.once and narrow and bool((visits == visits[0]).all())
+
+
+def together(cluster: int, gpu: Gpu) -> int:
+    """Return how many clusters with equal work tiles run at the same time."""
+    share = int(gpu.multiprocessors * TOGETHER[cluster]) // cluster
+    return dict(gpu.clusters).get(cluster, share)
+
+
+def shared_launches(
+    items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
+) -> tuple[tuple[int, int], ...]:
+    """Return the launches that compute `items` equal work tiles, in launch order.
+
+    Each launch is a pair (blocks per cluster, number of work tiles). Every work tile has `steps`
+    visits. A cluster of blocks shares a work tile, which costs `adding_up` extra µs.
+
+    Full waves have one block per work tile. A last, partial wave leaves SMs idle, so waves of
+    clusters may end sooner. Clusters run first, the largest of them before the others, and take as
+    many work tiles as run at once. So the single blocks share L2 and power with few others. Each
+    launch after the first must save more than `_LAUNCHED` and `_LAUNCHED_SHARE` together. From
+    `_MANY_WAVES` on, clusters take only the last wave's work tiles (`_last_wave`).
+    """
+    if items >= _MANY_WAVES * gpu.multiprocessors:
+        shares = _last_wave(items, steps, times, adding_up, gpu)
+        return (*shares, (1, items - sum(n for _, n in shares)))
+    places = {c: together(c, gpu) for c in CLUSTERS if together(c, gpu)}
+
+    def takes(cluster: int, count: int) -> float:
+        """Return the predicted µs of a launch."""
+        each, waves = times.item + times.visit * -(-steps // cluster), -(-count // places[cluster])
+        return waves * each + (waves * (adding_up + _NEXT_WAVE) - _NEXT_WAVE) * (cluster > 1)
+
+    found: dict[tuple[tuple[int, int], ...], float]
+    found = {((c, items),): takes(c, items) for c in places}
+    sizes = sorted(places, reverse=True)
+    for used in product((False, True), repeat=len(sizes) - 1):
+        shares, left = list[tuple[int, int]](), items
+        for cluster, uses in zip(sizes, (*used, True), strict=True):
+            taken = min(left, places[cluster]) if cluster > 1 else left
+            if uses and taken:
+                shares.append((cluster, taken))
+                left -= taken
+        found[tuple(shares)] = sum(takes(*share) for share in shares)
+
+    def cost(shares: tuple[tuple[int, int], ...]) -> float:
+        return found[shares] + (len(shares) - 1) * (_LAUNCHED + _LAUNCHED_SHARE * found[shares])
+
+    return min(found, key=cost)
+
+
+def _last_wave(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
     """Return extra launches that compute the work tiles of the last, partial wave.
 
-    Each extra launch is a pair (blocks per cluster, number of work tiles). The extra launches run
-    before the main launch; all `items` work tiles have `steps` visits. A cluster of blocks shares
-    each work tile of the extra launches, which costs `adding_up` extra µs. If there are two extra
-    launches, the first uses clusters of more than two blocks. The second uses clusters of two
-    blocks, as many as the GPU can run at the same time. The result is empty unless the extra
-    launches save more than `_LAUNCHED` µs each.
+    If there are two extra launches, the first uses clusters of more than two blocks. The second
+    uses clusters of two blocks, as many as the GPU can run at the same time. The result is empty
+    unless the extra launches save more than `_LAUNCHED` µs each.
     """
 
     def takes(cluster: int) -> float:
         return times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
 
     places = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS if c > 1}
-    rounds, rest = divmod(items, gpu.multiprocessors)
-    if not rest or not rounds:
+    rest, pairs = items % gpu.multiprocessors, places[2]
+    if not rest:
         return ()
-    pairs = places[2]
     found: dict[tuple[tuple[int, int], ...], float]
     found = {((c, rest),): takes(c) for c in places if rest <= places[c]}
     found |= {

@@ -24,10 +24,11 @@ from flashsim.backends.launch_policy.cost_model import (
     busy_at_once,
     fastest_cluster,
     fastest_first,
+    has_equal_tiles,
     heads_together,
     microseconds,
     microseconds_by_keys,
-    remainder,
+    shared_launches,
     sooner_at_once,
 )
 from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
@@ -229,6 +230,8 @@ class Hopper(Family):
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or tables.schedule.tiling == ROLES:
             return 1
+        if has_equal_tiles(stage, tables):
+            return _shared_launches(walk)[-1][0]
         items, free = walk.walks * tables.tiles, gpu.multiprocessors
         # dQ's kernel runs beside this one if SMs are free, otherwise after it
         if stage.name == "dkdv":
@@ -245,12 +248,9 @@ class Hopper(Family):
         return blocks
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return extra launches, in which clusters share the work tiles of the last wave."""
-        p, (stage, tables, gpu) = walk.problem, walk
-        if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
-            return ()
-        items, steps = walk.walks * tables.tiles, p.group * int(tables.visits[0])
-        return remainder(items, steps, *_item_times(walk), gpu)
+        """Return extra launches, in which clusters share work tiles that would leave SMs idle."""
+        equal = has_equal_tiles(walk.stage, walk.tables)
+        return _shared_launches(walk)[:-1] if equal else ()
 
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ in the next visit.
@@ -380,6 +380,12 @@ def _item_times(walk: Walked) -> tuple[Times, float]:
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
+
+
+def _shared_launches(walk: Walked) -> tuple[tuple[int, int], ...]:
+    """Return all launches of a pass that has equal work tiles."""
+    items, steps = walk.walks * walk.tables.tiles, walk.problem.group * int(walk.tables.visits[0])
+    return shared_launches(items, steps, *_item_times(walk), walk.gpu)
 
 
 def _drifts(walk: Walked) -> bool:

@@ -399,18 +399,45 @@ def test_clusters_take_what_whole_rounds_of_items_leave():
 
 
 @pytest.mark.parametrize("steps", [1, 7, 64, 256])
-@pytest.mark.parametrize("items", [1, 131, 132, 133, 200, 264, 300, 2048, 4096])
-def test_a_remainder_is_shared_only_where_all_end_sooner(items, steps):
-    """By a launch simulated block by block, clusters first."""
+@pytest.mark.parametrize("items", [1, 75, 95, 131, 132, 133, 152, 200, 264, 300, 2048, 4096])
+def test_equal_work_tiles_are_shared_only_where_all_end_sooner(items, steps):
+    """By launches simulated block by block, clusters first."""
     known = cost_model.HOPPER_BACKWARD[128].fused, cost_model.ADDING_UP[128]
-    shares = cost_model.remainder(items, steps, *known, H200)
-    assert sum(n for _, n in shares) in (0, items % H200.multiprocessors)
+    launches = cost_model.shared_launches(items, steps, *known, H200)
+    assert sum(n for _, n in launches) == items
+    sizes = [cluster for cluster, _ in launches]
+    assert sizes == sorted(set(sizes), reverse=True)
     free, each = [0.0] * H200.multiprocessors, np.array([steps])
-    alone = cost_model.shared_out(items, each, *known, 1, free)
-    for cluster, n in (*shares, (1, items - sum(n for _, n in shares))):
-        free = cost_model.shared_out(n, each, *known, cluster, free) if n else free
-    saved = max(alone) - max(free)
-    assert not shares or saved > 0 or items > 12 * H200.multiprocessors  # spread evenly from there
+
+    def ends(launches):
+        now = free
+        for cluster, n in launches:
+            at_once = cost_model.together(cluster, H200)
+            now = cost_model.shared_out(n, each, *known, cluster, now, at_once, in_waves=True)
+        return max(now)
+
+    # spread evenly from twelve waves on
+    assert ends(launches) <= ends([(1, items)]) or items > 12 * H200.multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("items", "launches"),
+    [
+        (75, ((8, 15), (2, 60))),  # 1 / 8 and 1 / 2 of a single block's time
+        (95, ((4, 30), (2, 65))),
+        (125, ((1, 125),)),  # no waves of clusters end sooner
+        (132, ((1, 132),)),
+        (152, ((4, 30), (1, 122))),
+    ],
+)
+def test_launches_of_long_equal_work_tiles(items, launches):
+    """An H100 runs 66 clusters of two, 30 of four or 15 of eight at once, by its driver."""
+    gpu = replace(H200, clusters=((2, 66), (4, 30), (8, 15)))
+    known = cost_model.HOPPER_BACKWARD[64].fused, cost_model.ADDING_UP[64]
+    assert cost_model.shared_launches(items, 352, *known, gpu) == launches
+    assert cost_model.shared_launches(items, 352, *known, H200) == launches  # known by fractions
+    few = cost_model.shared_launches(items, 4, *known, gpu)
+    assert len(few) == 1  # the time saved is less than a launch takes
 
 
 @pytest.mark.parametrize(
@@ -622,7 +649,7 @@ def test_clusters_that_all_run_at_once_by_the_drivers_number():
 
     def blocks(clusters, problem=p):
         gpu = replace(H200, clusters=clusters)
-        given = problem, None, gpu, "ascending", "", "flash2-fused"
+        given = problem, None, gpu, "ascending", "", "flash2"
         return HOPPER.backward_passes(*given)[1].kernel.cluster
 
     assert blocks(()) == 4

@@ -189,7 +189,7 @@ FAULTS = {
     "hopper-items-taken-twice": Fault(
         "the launch behind clusters begins with their items, not with the others",
         *(f"{NUMBA}.hopper.work_tiles", "return a.first if part else int32(0)", "return int32(0)"),
-        ("gpu/test_numba_hopper.py::test_clusters_take_what_whole_rounds_leave",),
+        ("gpu/test_numba_hopper.py::test_launches_of_several_cluster_sizes",),
     ),
     # -- Hopper's backward: when ----------------------------------------------------------------
     "hopper-ds-not-awaited": Fault(

@@ -196,21 +196,19 @@ def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, choose):
     check_counts(p, fused)
 
 
-#: Problems, and blocks of a cluster of each of the launches that make the pass with keys outside.
-REMAINDERS = [
-    (Problem(2048, 2048, 128, heads=17, dtype="bfloat16"), (2, 1)),  # 272 items, of 132 SMs
-    (Problem(1000, 1900, 64, batch=2, heads=9, dtype="float16"), (8, 1)),  # 270
-    (Problem(1100, 1280, 128, heads=40, kv_heads=20, dtype="bfloat16"), (8, 2, 1)),  # 200
+#: Problems without a mask, and the launches of the pass with keys outside: the blocks of a cluster
+#: and the number of work tiles.
+SEVERAL_LAUNCHES = [
+    (Problem(2048, 2048, 128, heads=17, dtype="bfloat16"), ((2, 8), (1, 264))),
+    (Problem(1000, 1900, 64, batch=2, heads=9, dtype="float16"), ((8, 6), (1, 264))),
+    (
+        Problem(1100, 1280, 128, heads=40, kv_heads=20, dtype="bfloat16"),
+        ((8, 2), (2, 66), (1, 132)),
+    ),
+    (Problem(900, 2300, 96, heads=20, kv_heads=5, dtype="bfloat16"), ((4, 30), (2, 60))),
+    (Problem(700, 1900, 32, heads=25, kv_heads=5, dtype="float16"), ((8, 15), (2, 60))),
+    (Problem(500, 1300, 64, heads=10, dtype="bfloat16"), ((8, 15), (4, 30), (2, 65))),
 ]
-
-
-def shares_of(problem, clusters):
-    """What `Hopper.remainder` says, for such launches."""
-    if engine.gpu_of(0).multiprocessors != 132:
-        pytest.skip("these shapes are made for 132 multiprocessors")
-    visits = -(-problem.n_kv // 128) * problem.batch * problem.kv_heads
-    rest = visits % 132
-    return ((8, rest - 66), (2, 66)) if len(clusters) == 3 else ((clusters[0], rest),)
 
 
 def clusters_of(family, problem):
@@ -220,20 +218,21 @@ def clusters_of(family, problem):
     return tuple(x.kernel.cluster for x in (*one.before, one))
 
 
-def choose_launches(choose, problem, clusters, *, deferred):
-    """That clusters of so many blocks take what whole rounds leave."""
-    shares = shares_of(problem, clusters)
-    choose("cluster", lambda *_: 1)
-    choose("defers", lambda self, walk, *_: deferred and walk.stage.name == "fused")
-    choose("remainder", lambda self, walk, *_: shares if walk.stage.name == "fused" else ())
+def choose_launches(choose, launches, *, deferred):
+    """That the fused pass with keys outside has these launches."""
+    *before, (blocks, _) = launches
+    fused = lambda walk: walk.stage.name == "fused"  # noqa: E731
+    choose("cluster", lambda self, walk, *_: blocks if fused(walk) else 1)
+    choose("defers", lambda self, walk, *_: deferred and fused(walk))
+    choose("remainder", lambda self, walk, *_: tuple(before) if fused(walk) else ())
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize(("problem", "clusters"), REMAINDERS)
-def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):
+@pytest.mark.parametrize(("problem", "launches"), SEVERAL_LAUNCHES)
+def test_launches_of_several_cluster_sizes(problem, launches, deferred, choose):
     """Also where that does not save as much time as it should."""
-    choose_launches(choose, problem, clusters, deferred=deferred)
-    assert clusters_of(hopper.HOPPER, problem) == clusters
+    choose_launches(choose, launches, deferred=deferred)
+    assert clusters_of(hopper.HOPPER, problem) == tuple(blocks for blocks, _ in launches)
     check(problem, HOPPER)
 
 

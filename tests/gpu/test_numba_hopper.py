@@ -27,7 +27,7 @@ from cupy_checks import (  # noqa: F401
 from test_hopper import (  # noqa: F401
     FEATURES,
     MANY_KEYS,
-    REMAINDERS,
+    SEVERAL_LAUNCHES,
     WIDE_IN_CLUSTERS,
     by_columns,
     by_roles,
@@ -135,11 +135,11 @@ def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize(("problem", "clusters"), REMAINDERS)
-def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):  # noqa: F811
+@pytest.mark.parametrize(("problem", "launches"), SEVERAL_LAUNCHES)
+def test_launches_of_several_cluster_sizes(problem, launches, deferred, choose):  # noqa: F811
     """Also where that does not save as much time as it should; always the same bits."""
-    choose_launches(choose, problem, clusters, deferred=deferred)
-    assert clusters_of(launch_policy.HOPPER, problem) == clusters
+    choose_launches(choose, launches, deferred=deferred)
+    assert clusters_of(launch_policy.HOPPER, problem) == tuple(blocks for blocks, _ in launches)
     check(problem, PYTHON_HOPPER)
     check_bits(problem, FUSED, runs=20)
 

@@ -463,7 +463,9 @@ def _blocks(
         width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
         # `ADDING_UP` is the mean over cluster sizes; each doubling adds as much time.
         waiting = waiting + 1e-6 * cost_model.ADDING_UP[width] * math.log2(blocks) / 2
-    places = int(traffic.device.sm_count * cost_model.CLUSTERS[blocks])
+    equal = cost_model.has_equal_tiles(one.stage, one.tables)
+    share = (cost_model.TOGETHER if equal else cost_model.CLUSTERS)[blocks]
+    places = int(traffic.device.sm_count * share)
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
 
