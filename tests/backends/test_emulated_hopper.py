@@ -164,6 +164,53 @@ def test_a_wrong_head_or_query_of_a_packed_row_shows():
             compare_forward(problem, machine=machine, pack_gqa=True)
 
 
+#: Each in the place where a warpgroup learns which visits it computes.
+FAULTS_OF_SHARES = {
+    "another warpgroup's": (
+        "a.shares[it.outer * 4 + g]",
+        "a.shares[it.outer * 4 + (FAULT ? 0 : g)]",
+    ),
+    "no mask at the end": (
+        "|| v >= share.full_stop;",
+        "|| (!FAULT && v >= share.full_stop);",
+    ),
+    "no mask at the start": (
+        "found.masked = v < share.full_first ||",
+        "found.masked = (!FAULT && v < share.full_first) ||",
+    ),
+    "no turn for a visit that is left out": (
+        "if (TURNS && (computes || v > 0))",
+        "if (TURNS && !FAULT && (computes || v > 0))",
+    ),
+    "its key tile is kept": (
+        "if (speaks) arrive(&s.k_empty[ring_k.stage]);\n        ring_k.next(STAGES);\n        stamp(stamps, 1)",
+        "if (speaks && !FAULT) arrive(&s.k_empty[ring_k.stage]);\n        ring_k.next(STAGES);\n        stamp(stamps, 1)",
+    ),
+}
+
+
+def has_shares(problem):
+    (one,) = HOPPER.forward_passes(problem, None, GPU, "ascending", "")
+    return bool(dict(one.kernel.constants)["FS_SHARES"])
+
+
+def test_a_wrong_share_of_the_visits_shows():
+    machine = emulator.Faulty(900, FAULTS_OF_SHARES, "hopper/forward.cu")
+    problem = Problem(300, 300, 64, heads=2, causal=True, dtype="bfloat16")
+    assert has_shares(problem)
+    compare_forward(problem, machine=machine)
+    for machine.seeded in FAULTS_OF_SHARES:
+        with pytest.raises(AssertionError):
+            compare_forward(problem, machine=machine)
+
+
+def test_shares_that_leave_out_visits_at_both_ends():
+    """And in the last row tile, warpgroups without rows."""
+    problem = Problem(720, 720, 64, window=(150, 40), dtype="bfloat16")
+    assert has_shares(problem)
+    compare_forward(problem)
+
+
 def test_forward_of_scores_that_are_all_below_0():
     compare_forward(FORWARD["64"], "below")
 
