@@ -53,9 +53,9 @@ modules: $(VENV)/.dev
 walks: $(VENV)/.dev
 	$(KERNELS) $(BIN)/flashsim study warm > $(VENV)/walks.log
 
-# Where tests keep the CPU engine. `walks` optimises its kernels for float32 as for a user. LLVM does
-# not optimise other types, narrow vectors and emulated units, which takes it 40 s; `make avx2` and
-# `make numba` do. Users' own compiled kernels lie elsewhere.
+# Where tests keep the CPU engine. `walks` optimises its kernels for float32 as for a user; test-torch
+# and site load them. In `unit` LLVM does not optimise other types, narrow vectors and emulated units,
+# which takes it 40 s; `make avx2` and `make numba` do. Users' own compiled kernels lie elsewhere.
 KERNELS = NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba
 
 # The CPU engine on the oldest Numba that setup.cfg allows and on the newest, each in an environment
@@ -94,7 +94,7 @@ thorough: $(VENV)/.dev
 # The bridges to PyTorch, transformers and JAX, which are large: in an environment of their own.
 # Elsewhere these tests skip.
 test-torch: $(VENV)-torch/.installed
-	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/api/bridges \
+	$(KERNELS) OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/api/bridges \
 	  tests/api/test_hosts.py tests/own_kernels/test_triton_libraries.py \
 	  tests/own_kernels/test_graded_libraries.py \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
@@ -167,7 +167,7 @@ slides: $(VENV)/.dev
 # every page in Chromium.
 site: $(VENV)/.dev
 	$(BIN)/python docs/site/stage.py build/site/source
-	$(BIN)/sphinx-build -q -b html -c docs/site -n -W --keep-going -j $(JOBS) build/site/source out/site
+	$(KERNELS) $(BIN)/sphinx-build -q -b html -c docs/site -n -W --keep-going -j $(JOBS) build/site/source out/site
 	$(BIN)/python docs/site/links.py out/site
 
 links: site

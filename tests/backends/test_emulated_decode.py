@@ -50,30 +50,40 @@ AMPERE = emulator.Emulator(800)
 H200 = replace(HOPPER, compute_capability=(8, 0))
 
 
-def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
-    """out, LSE, the plan and what it counted, in bytes by tensor."""
-    p = case.problem
-    made = planned(case, gpu, splits, counts=True)
+def held_by(made, p, x):
+    """The arrays of a launch, but for its counts: results unwritten, and NaN beyond the parts."""
     held = {name: emulator.padded(x[name]) for name in "qkv"}
     held["o"] = emulator.unwritten(p, p.heads, p.n_q, p.head_dim_v)
     held["lse"] = emulator.unwritten(p, p.heads, p.n_q, 0)
     for name, n in zip(("o_part", "l_part"), made.partial_elements, strict=True):
         held[name] = np.full(n + 4, np.nan, np.float32)
-    held["arrived"] = np.zeros(made.counters, np.uint32)
-    held["items"] = made.items
+    held["arrived"], held["items"] = np.zeros(made.counters, np.uint32), made.items
     held["table"] = np.ascontiguousarray(x.get("table", np.zeros((1, 1), np.int32)))
-    held["visit_counts"] = np.zeros((made.walks, made.n_visits, decode_plan.SLOTS), np.uint32)
-    blocks = len(made.items) * p.kv_heads * made.row_tiles
-    held["item_counts"] = np.zeros((blocks, decode_plan.SLOTS), np.uint32)
-    record = decode_plan.record(made, held["table"].shape[1], len(held["k"]))
-    functions = emulator.read_by_functions(p, x)
-    emulator.fill_in(record, made.kernel, p, functions)
+    return held
+
+
+def point(record, held):
+    """Write the arrays' addresses, and the tensors' strides, into a launch's record."""
     for name, array in held.items():
         if name in decode_kernels.TENSORS:
             strides = (s // array.itemsize for s in array.strides[:3])
             record[name] = (array.ctypes.data, *strides)
         else:
             record[name] = array.ctypes.data
+
+
+def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
+    """out, LSE, the plan and what it counted, in bytes by tensor."""
+    p = case.problem
+    made = planned(case, gpu, splits, counts=True)
+    held = held_by(made, p, x)
+    held["visit_counts"] = np.zeros((made.walks, made.n_visits, decode_plan.SLOTS), np.uint32)
+    blocks = len(made.items) * p.kv_heads * made.row_tiles
+    held["item_counts"] = np.zeros((blocks, decode_plan.SLOTS), np.uint32)
+    record = decode_plan.record(made, held["table"].shape[1], len(held["k"]))
+    functions = emulator.read_by_functions(p, x)
+    emulator.fill_in(record, made.kernel, p, functions)
+    point(record, held)
     for _ in range(runs):
         record["items"] = made.items.ctypes.data
         machine.run(made.kernel, record, made.grid)

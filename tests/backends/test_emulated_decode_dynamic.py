@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from flashsim import Problem, UnsupportedError
-from flashsim.backends.launch_policy import decode_kernels, decode_plan
+from flashsim.backends.launch_policy import decode_plan
 
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
 import emulator
 from decode_cases import Case
 from test_cuda_kernels import H200 as HOPPER
+from test_emulated_decode import AMPERE, GROUPED, H200, held_by, point
 
 pytestmark = [
     pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++"),
     pytest.mark.promise("twice plain attention's error"),
 ]
 
-GROUPED = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16"}
 ONE = Problem(1, 400, 64, batch=3, **GROUPED)
 PAGED = Problem(4, 300, 64, batch=2, causal=True, **GROUPED)
 WINDOW = Problem(4, 500, 64, batch=2, window=(270, 0), **GROUPED)
@@ -32,32 +32,19 @@ CASES = {
     "pages of 3": (PAGED, 3, 2, [(299, 8)]),
     "window": (WINDOW, 0, 3, [(500, 77), (71, 74)]),
 }
-AMPERE, HOPPERS = emulator.Emulator(800), emulator.Emulator(900)
-#: As many multiprocessors and as much shared memory, but no clusters of blocks.
-H200 = replace(HOPPER, compute_capability=(8, 0))
+HOPPERS = emulator.Emulator(900)
 
 
 def launched(machine, gpu, case, x, splits, starts=None, entries=None, **given):
     """out and the LSE of a launch whose plan does not know the lengths."""
     p = case.problem
     made = decode_plan.dynamic(p, gpu, splits, case.page)
-    held = {name: emulator.padded(x[name]) for name in "qkv"}
-    held["o"] = emulator.unwritten(p, p.heads, p.n_q, p.head_dim_v)
-    held["lse"] = emulator.unwritten(p, p.heads, p.n_q, 0)
-    for name, n in zip(("o_part", "l_part"), made.partial_elements, strict=True):
-        held[name] = np.full(n + 4, np.nan, np.float32)
-    held["arrived"], held["items"] = np.zeros(made.counters, np.uint32), made.items
-    held["table"] = np.ascontiguousarray(x.get("table", np.zeros((1, 1), np.int32)))
+    held = held_by(made, p, x)
     for name, values in (("lengths", case.lengths), ("starts", starts), ("entries", entries)):
         if values is not None and given.get(name, True):
             held[name] = np.array(values, np.int32)
     record = decode_plan.record(made, held["table"].shape[1], len(held["k"]))
-    for name, array in held.items():
-        if name in decode_kernels.TENSORS:
-            strides = (s // array.itemsize for s in array.strides[:3])
-            record[name] = (array.ctypes.data, *strides)
-        else:
-            record[name] = array.ctypes.data
+    point(record, held)
     machine.run(made.kernel, record, made.grid)
     assert not held["arrived"].any(), "counters are back at 0"
     return held["o"][..., : p.head_dim_v], held["lse"], made
