@@ -299,8 +299,8 @@ def shared_launches(
     `_MANY_WAVES` on, clusters take only the last wave's work tiles (`_last_wave`).
     """
     if items >= _MANY_WAVES * gpu.multiprocessors:
-        shares = _last_wave(items, steps, times, adding_up, gpu)
-        return (*shares, (1, items - sum(n for _, n in shares)))
+        last = _last_wave(items, steps, times, adding_up, gpu)
+        return (*last, (1, items - sum(n for _, n in last)))
     places = {c: together(c, gpu) for c in CLUSTERS if together(c, gpu)}
 
     def takes(cluster: int, count: int) -> float:

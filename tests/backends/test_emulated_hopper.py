@@ -183,7 +183,8 @@ FAULTS_OF_SHARES = {
         "if (TURNS && !FAULT && (computes || v > 0))",
     ),
     "its key tile is kept": (
-        "if (speaks) arrive(&s.k_empty[ring_k.stage]);\n        ring_k.next(STAGES);\n        stamp",
+        "if (speaks) arrive(&s.k_empty[ring_k.stage]);\n        ring_k.next(STAGES);"
+        "\n        stamp",
         "if (!FAULT && speaks) arrive(&s.k_empty[ring_k.stage]);\n        ring_k.next(STAGES);"
         "\n        stamp",
     ),
