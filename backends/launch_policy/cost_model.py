@@ -149,7 +149,7 @@ def microseconds(
 ) -> float:
     """Return the predicted µs of a forward launch that has one block per SM.
 
-    `part_rows` is that of the kernel family.
+    `part_rows` is `Family.part_rows`.
     """
     schedule = Schedule(problem, tiling, split=split)
     walks = problem.batch * problem.heads // schedule.members

@@ -110,15 +110,13 @@ class Family(ABC):
     function that launches on CuPy's current device. `like` holds compile-time options that do not
     depend on schedule tables or reports. `takes_functions` says whether the kernels take
     `mask_mod`, `score_mod` and `sinks`. `elsewhere` is the advice in error texts if the kernels
-    take no functions. If `part_rows` is not 0, each `part_rows` rows of a forward's row tile only
-    visit the key tiles that they need.
+    take no functions.
     """
 
     name: str
     load: Callable[[Kernel, int], Any]
     like: Variant = PLAIN
     takes_functions: bool = False
-    part_rows: int = 0
     elsewhere: str = "use backend='cupy', 'simulator' or 'numba'"
 
     # -- which tiles ----------------------------------------------------------------------------
@@ -162,6 +160,13 @@ class Family(ABC):
     def packs(self, asked: PassRequest, tiling: Tiling | None) -> bool:
         """Return whether the query heads of a GQA group share the row tiles of a forward pass."""
         return False
+
+    def part_rows(self, problem: Problem) -> int:
+        """Return for how many rows of a forward's row tile a warpgroup computes its own visits.
+
+        0 means that all warpgroups compute all visits of the row tile.
+        """
+        return 0
 
     # -- which kernel ---------------------------------------------------------------------------
 
@@ -318,8 +323,8 @@ def _passes(
         tables = lower(Schedule(problem, tiling, stage.outer, key_order, split=split), by)
         tables = in_turns(tables) if ordered and by == "col" else tables
         how = family.hand_out(stage, tables, gpu, ordered=ordered, report=report)
-        if stage.name == "forward" and family.part_rows:
-            tables = in_shares(tables, family.part_rows)
+        if stage.name == "forward" and (rows := family.part_rows(problem)):
+            tables = in_shares(tables, rows)
         variant = replace(
             family.like,
             spans=tables.spans is not None,

@@ -59,12 +59,14 @@ class Hopper(Family):
     Error texts for unsupported passes suggest the kernel family that `instead` names. With
     `brings_tiles`, kernels load parts of a captured array in advance, and add a linear term of the
     score function by a product. With `packs_heads`, query heads of a GQA group may share the row
-    tiles of a forward pass.
+    tiles of a forward pass. With `shares`, a forward's warpgroups compute only the visits that their
+    own rows need.
     """
 
     instead: str = "portable"
     brings_tiles: bool = False
     packs_heads: bool = False
+    shares: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return the reason why the Hopper kernels cannot run this pass, or None if they can."""
@@ -119,7 +121,7 @@ class Hopper(Family):
             low, high = Tiling(64, 128), Tiling(80, 128)
             return (high, low) if d <= 80 else (low, high)
         times = _forward_times(d)
-        launch_time = partial(microseconds, split=_split(asked), part_rows=self.part_rows)
+        launch_time = partial(microseconds, split=_split(asked), part_rows=self.part_rows(problem))
         if d <= 128:
             best = list(fastest_first(problem, times, gpu.multiprocessors, launch_time))
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
@@ -166,9 +168,13 @@ class Hopper(Family):
             if tile not in times:  # only for block masks
                 return math.inf
             given = p, tile, times[tile], asked.gpu.multiprocessors
-            return microseconds(*given, _split(request), self.part_rows)
+            return microseconds(*given, _split(request), self.part_rows(p))
 
         return took(True) < (1 - _PACKING_GAINS) * took(False)
+
+    def part_rows(self, problem: Problem) -> int:
+        """Return the rows of a warpgroup, or 0 above a head_dim of 128, where shares save no time."""
+        return 64 if self.shares and widest(problem) <= 128 else 0
 
     def refused(self, reason: str) -> UnsupportedError:
         """Return the error to raise if `why_not` returned `reason`."""
@@ -361,7 +367,7 @@ class Hopper(Family):
 
 
 HOPPER = Hopper(
-    "hopper", nvrtc.load, takes_functions=True, part_rows=64, brings_tiles=True, packs_heads=True
+    "hopper", nvrtc.load, takes_functions=True, brings_tiles=True, shares=True, packs_heads=True
 )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashsim.backends.launch.device_tables import parts_of
 from flashsim.backends.launch.kernel import padded_dims, row_elements
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.launch_policy import hopper_kernels
@@ -123,11 +122,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     if stage.outer == "keys":
         outer = tables.schedule.cols
     rows = np.diff(outer[:, :2])[:, 0][order] / sides[stage.outer == "keys"]
-    counts = tables.visits[order] * members, tables.masked[order] * members
-    if tables.shares is not None:  # each warpgroup computes only the visits that its rows need
-        first, full_first, full_stop, stop = np.moveaxis(parts_of(tables).astype(float), 2, 0)
-        masked = (stop - first - (full_stop - full_first)).mean(1)
-        counts = effective_visits(tables)[order], masked[order]
+    counts = effective_visits(tables)[order] * members, tables.masked[order] * members
     groups = tiling.block_q // 64 if turns else PAIR
     return Work(*counts, seconds, own * l2 * rows, blocks_per_sm(one, device), groups)
 

@@ -235,7 +235,8 @@ def _shares(traffic: Traffic, stage: plans.Stage, *, python: bool) -> np.ndarray
     """Return `Lowered.shares` of a Hopper kernel; None if each warpgroup computes all visits."""
     if python or stage.name != "forward" or traffic.problem.fp8:
         return None
-    return in_shares(lower(traffic.schedule(stage), "row"), HOPPER.part_rows).shares
+    rows = HOPPER.part_rows(traffic.problem)
+    return in_shares(lower(traffic.schedule(stage), "row"), rows).shares if rows else None
 
 
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
@@ -278,7 +279,7 @@ def tensor_flops(
     visits, total = traffic.schedule(stage).sums.visits * walks * members, 0
     shares = _shares(traffic, stage, python=python) if hopper else None
     if shares is not None:
-        rows, counts = HOPPER.part_rows, shares.astype(np.int64)
+        rows, counts = HOPPER.part_rows(p), shares.astype(np.int64)
         sides = rows, tiling.block_k, rows * tiling.block_k
         visits = int((counts[..., 3] - counts[..., 0]).sum()) * walks
     items = sum(one.items for one in launches) or 1
