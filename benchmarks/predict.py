@@ -26,7 +26,16 @@ import predict_decode
 import predict_fit
 import predict_times
 from gpu_lab import read_table
-from predict_times import DATA, H200, PASSES, SETS, everything, measured, problem_of
+from predict_times import (
+    DATA,
+    H200,
+    PASSES,
+    SETS,
+    everything,
+    measured,
+    problem_of,
+    without_shares,
+)
 
 from flashsim import Device, Problem
 from flashsim.report import Table
@@ -52,9 +61,10 @@ def predicted(one, constants=None, device=H200):
 def errors(everything):
     """Return predicted / measured - 1: {(kernels, pass, set): [(error, measured pass)]}."""
     found = {}
-    for one in everything:
-        wrong = predicted(one, device=one.device) / one.seconds - 1
-        found.setdefault((one.kernels, one.name, one.where), []).append((wrong, one))
+    with without_shares():
+        for one in everything:
+            wrong = predicted(one, device=one.device) / one.seconds - 1
+            found.setdefault((one.kernels, one.name, one.where), []).append((wrong, one))
     return found
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from predict_times import PASSES
+from predict_times import PASSES, without_shares
 
 from flashsim.studies.predict import Constants, model
 from flashsim.studies.predict.units import once_bytes
@@ -93,9 +93,10 @@ def points(everything, kernels, name):
         if one.name == "flash2-fused" and one.problem.n_kv <= 128 and kernels == "hopper":
             continue  # the single-KV-tile backward runs instead
         direction, algorithm = PASSES[one.name]
-        passes, traffic = model._prepare(
-            one.problem, direction, algorithm, kernels, one.tiling, one.device, False
-        )
+        with without_shares():
+            passes, traffic = model._prepare(
+                one.problem, direction, algorithm, kernels, one.tiling, one.device, False
+            )
         for each in passes:
             if not each.kernel.shared_bytes:
                 continue

@@ -5,6 +5,9 @@ up to more than their pass takes.
 """
 
 import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +17,7 @@ from gpu_lab import read_table
 
 from flashsim import Device, Problem, Tiling
 from flashsim.problem.hardware import PRESETS
-from flashsim.studies.predict import predict
+from flashsim.studies.predict import model, predict
 from flashsim.studies.predict.calibration import CALIBRATED, POWER_AFTER
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
@@ -30,6 +33,22 @@ BY_ITSELF = 1.8e-6
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES |= {name: ("backward", name) for name in ("flash2-fused", "flash2-once")}
 SETS = {"fitted": frozenset(time_shapes.CALIBRATION), "held out": frozenset(time_shapes.HELD_OUT)}
+
+
+@contextmanager
+def without_shares() -> Iterator[None]:
+    """Predict times of the Hopper forward whose warpgroups compute all visits of a row tile.
+
+    The passes of files without a column "shares", and those of power.py, ran this forward.
+    """
+    today = model.FAMILIES["hopper"]
+    model.FAMILIES["hopper"] = replace(today, shares=False)
+    model._prepare.cache_clear()
+    try:
+        yield
+    finally:
+        model.FAMILIES["hopper"] = today
+        model._prepare.cache_clear()
 
 
 class Measured(NamedTuple):

@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import random_shapes
 import times
 from gpu_compile import compile_all
 from gpu_lab import open_lab
-from predict_times import device_of, problem_of, rows_of
+from predict_times import device_of, problem_of, rows_of, without_shares
 
 import flashsim
 from flashsim import FlashSimError, Problem, Tiling
@@ -123,7 +124,8 @@ def compared(path: Path) -> list[dict[str, Any]]:
         tiling = Tiling(*map(int, row["tile"].split(" x ")))
         how = {"direction": direction, "algorithm": algorithm, "device": device_of(row)}
         how["pack_gqa"] = row.get("pack_gqa") == "True"  # older files have no such column
-        said = predict(p, **how, tiling=tiling)
+        with nullcontext() if row.get("shares") == "True" else without_shares():
+            said = predict(p, **how, tiling=tiling)
         found.append(
             {"seed": row["seed"], "problem": p, "pass": name, "us": float(row["us"])}
             | {"predicted": 1e6 * said.seconds, "tile": row["tile"], "prediction": said}

@@ -41,7 +41,7 @@ from flashsim.errors import UnsupportedError
 SHAPE = (*("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "packed"),)
 COLUMNS = (
     *("kernels", "pass", *SHAPE, "stage", "tile", "us", "lowest us", "host us", "MHz", "gpu"),
-    "pack_gqa",
+    *("pack_gqa", "shares"),
 )
 #: Options of `run` by kernel family; "python" uses Hopper's forward where it runs.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -315,7 +315,7 @@ def rows(p: Problem, one: Timed, gpu: str) -> Iterator[dict[str, Any]]:
     shape = {name: getattr(p, name) for name in SHAPE if hasattr(p, name)}
     shape |= {"window": p.window or "", "packed": _packed(p)}
     common = {"kernels": one.kernels, "pass": one.name, **shape, "gpu": gpu}
-    common |= {"tile": one.tile, "pack_gqa": one.packs}
+    common |= {"tile": one.tile, "pack_gqa": one.packs, "shares": True}
     middle = statistics.median(one.times)
     whole = {"us": 1e6 * middle, "lowest us": 1e6 * min(one.times)}
     whole["host us"] = 1e6 * statistics.median(one.host)

@@ -59,8 +59,8 @@ class Hopper(Family):
     Error texts for unsupported passes suggest the kernel family that `instead` names. With
     `brings_tiles`, kernels load parts of a captured array in advance, and add a linear term of the
     score function by a product. With `packs_heads`, query heads of a GQA group may share the row
-    tiles of a forward pass. With `shares`, a forward's warpgroups compute only the visits that their
-    own rows need.
+    tiles of a forward pass. With `shares`, a warpgroup of a forward pass computes only the visits
+    that its own rows need.
     """
 
     instead: str = "portable"
@@ -173,7 +173,7 @@ class Hopper(Family):
         return took(True) < (1 - _PACKING_GAINS) * took(False)
 
     def part_rows(self, problem: Problem) -> int:
-        """Return the rows of a warpgroup, or 0 above a head_dim of 128, where shares save no time."""
+        """Return the rows of a warpgroup; 0 above a head_dim of 128, where shares save no time."""
         return 64 if self.shares and widest(problem) <= 128 else 0
 
     def refused(self, reason: str) -> UnsupportedError:

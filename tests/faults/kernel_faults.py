@@ -123,7 +123,7 @@ FAULTS = {
         "the second visit's scores are computed before its K has arrived",
         *(
             HOPPER_FORWARD,
-            "if (last > 0) {",
+            "if (last > begin) {",
             "if (false) {",
             hopper("test_features and many and 256"),
         ),
@@ -182,7 +182,7 @@ FAULTS = {
         "head = walk_head * FS_PACK;",
         packed("test_results and more and 64"),
     ),
-    "packed-rows-masked-as-queries": Fault(
+    "packed-rows-as-queries-in-the-mask": Fault(
         "the mask takes the number of a packed row for that of its query",
         HOPPER_FORWARD,
         "query_of(row + 8 * r)",
