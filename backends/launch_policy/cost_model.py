@@ -128,7 +128,7 @@ _DOUBT = 0.02
 #: For head groups of several waves: the relative difference of two ends below which smaller groups
 #: are better; the most that a row tile of each head may take of L2; and by how many waves a group
 #: may differ from whole ones.
-_SAME, _LIVE, _BESIDE = 0.003, 1 / 5, 1 / 6
+_SAME, LIVE, _BESIDE = 0.003, 1 / 5, 1 / 6
 _LONG = 150.0  # µs
 #: With at most so many waves, the longest work tile may leave SMs idle for long. A cluster must
 #: then be predicted to be faster by more than the largest observed error of the prediction.
@@ -434,7 +434,7 @@ def heads_together(
     def aligned(size: int) -> bool:
         """Return whether blocks find most rows in L2 that other blocks of the group have read."""
         waves, live = size * len(items) / places, size * share
-        if live > _LIVE or live * waves * drift > 1:  # blocks drift further apart with each wave
+        if live > LIVE or live * waves * drift > 1:  # blocks drift further apart with each wave
             return False
         # Where a wave has the end of a group and the beginning of the next, these loop over
         # different rows, or in different directions.
