@@ -119,7 +119,7 @@ TOGETHER = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 #: smaller predicted saving were slower.
 _LAUNCHED, _LAUNCHED_SHARE = 12.0, 0.005
 #: Number of waves of equal work tiles from which on clusters only take the last one.
-_MANY_WAVES = 4
+_MANY_WAVES = 2
 #: The µs by which a wave of clusters begins late after another wave of the same launch: the SMs of
 #: a group become free one after the other.
 _NEXT_WAVE = 6.0
@@ -310,7 +310,10 @@ def _last_wave(
     def takes(cluster: int) -> float:
         return times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
 
-    places = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS if c > 1}
+    # With many waves, SMs do not become free together, and a last wave costs less than a whole one.
+    few = items < 2 * _MANY_WAVES * gpu.multiprocessors
+    shares = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS}
+    places = {c: together(c, gpu) if few else shares[c] for c in CLUSTERS if c > 1}
     rest, pairs = items % gpu.multiprocessors, places[2]
     if not rest:
         return ()
