@@ -270,8 +270,8 @@ def shared_launches(
     `_MANY_WAVES` on, clusters take only the last wave's work tiles (`_last_wave`).
     """
     if items >= _MANY_WAVES * gpu.multiprocessors:
-        shares = _last_wave(items, steps, times, adding_up, gpu)
-        return (*shares, (1, items - sum(n for _, n in shares)))
+        last = _last_wave(items, steps, times, adding_up, gpu)
+        return (*last, (1, items - sum(n for _, n in last)))
     places = {c: together(c, gpu) for c in CLUSTERS if together(c, gpu)}
 
     def takes(cluster: int, count: int) -> float:
@@ -312,8 +312,8 @@ def _last_wave(
 
     # With many waves, SMs do not become free together, and a last wave costs less than a whole one.
     few = items < 2 * _MANY_WAVES * gpu.multiprocessors
-    shares = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS}
-    places = {c: together(c, gpu) if few else shares[c] for c in CLUSTERS if c > 1}
+    fewer = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS}
+    places = {c: together(c, gpu) if few else fewer[c] for c in CLUSTERS if c > 1}
     rest, pairs = items % gpu.multiprocessors, places[2]
     if not rest:
         return ()
