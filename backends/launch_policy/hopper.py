@@ -40,12 +40,12 @@ from flashsim.schedule.tiling import Tiling
 
 CAPABILITY = (9, 0)
 
-#: Average query rows per loop from which on dQ is deferred.
-_LONG_WALK = 1024
-
 #: Above a head_dim of 128: the number of key tiles per head below which a pass of more than so many
 #: waves does not alternate between the query heads of a group (`Hopper.in_step`).
 _SHORT_LOOP, _IN_STEP_WAVES = 12, 6
+
+#: Average query rows per loop from which on dQ is deferred.
+_LONG_WALK = 1024
 
 #: The head_dim up to which the fused kernel stores dQ after one visit.
 _WIDEST_ONCE = 128
