@@ -120,7 +120,7 @@ TOGETHER = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 #: smaller predicted saving were slower.
 _LAUNCHED, _LAUNCHED_SHARE = 12.0, 0.005
 #: Number of waves of equal work tiles from which on clusters only take the last one.
-_MANY_WAVES = 4
+_MANY_WAVES = 2
 #: The µs by which a wave of clusters begins late after another wave of the same launch: the SMs of
 #: a group become free one after the other.
 _NEXT_WAVE = 6.0
@@ -129,7 +129,7 @@ _DOUBT = 0.02
 #: For head groups of several waves: the relative difference of two ends below which smaller groups
 #: are better; the most that a row tile of each head may take of L2; and by how many waves a group
 #: may differ from whole ones.
-_SAME, _LIVE, _BESIDE = 0.003, 1 / 5, 1 / 6
+_SAME, LIVE, _BESIDE = 0.003, 1 / 5, 1 / 6
 _LONG = 150.0  # µs
 #: With at most so many waves, the longest work tile may leave SMs idle for long. A cluster must
 #: then be predicted to be faster by more than the largest observed error of the prediction.
@@ -339,7 +339,10 @@ def _last_wave(
     def takes(cluster: int) -> float:
         return times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
 
-    places = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS if c > 1}
+    # With many waves, SMs do not become free together, and a last wave costs less than a whole one.
+    few = items < 2 * _MANY_WAVES * gpu.multiprocessors
+    fewer = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS}
+    places = {c: together(c, gpu) if few else fewer[c] for c in CLUSTERS if c > 1}
     rest, pairs = items % gpu.multiprocessors, places[2]
     if not rest:
         return ()
@@ -463,7 +466,7 @@ def heads_together(
     def aligned(size: int) -> bool:
         """Return whether blocks find most rows in L2 that other blocks of the group have read."""
         waves, live = size * len(items) / places, size * share
-        if live > _LIVE or live * waves * drift > 1:  # blocks drift further apart with each wave
+        if live > LIVE or live * waves * drift > 1:  # blocks drift further apart with each wave
             return False
         # Where a wave has the end of a group and the beginning of the next, these loop over
         # different rows, or in different directions.

@@ -17,6 +17,7 @@ from flashsim.backends.launch_policy.cost_model import (
     HOPPER_FORWARD,
     HOPPER_FORWARD_WIDE,
     HOPPER_FUSED_WIDE,
+    LIVE,
     ROLES,
     Times,
     backward_microseconds,
@@ -41,6 +42,10 @@ from flashsim.schedule.split import Split
 from flashsim.schedule.tiling import Tiling
 
 CAPABILITY = (9, 0)
+
+#: Above a head_dim of 128: the number of key tiles per head below which a pass of more than so many
+#: waves does not alternate between the query heads of a group (`Hopper.in_step`).
+_SHORT_LOOP, _IN_STEP_WAVES = 12, 6
 
 #: Average query rows per loop from which on dQ is deferred.
 _LONG_WALK = 1024
@@ -295,7 +300,13 @@ class Hopper(Family):
             if self.in_step(walk, walk.walks):  # a few row tiles of each head should fit in L2
                 share = held(stage, p) * tables.schedule.tiling.block_q / p.n_q / gpu.l2_bytes
                 drift = 2 if widest(p) > 128 else 1  # warpgroups with roles let blocks drift apart
-                size = heads_together(walk.walks, items, processors, size, share, drift)
+                larger = heads_together(walk.walks, items, processors, size, share, drift)
+                if larger == size and widest(p) > 128 and not _fills_waves(size, tables.tiles, gpu):
+                    wave = max(1, round(processors / tables.tiles))
+                    fits = wave <= walk.walks and wave * share <= LIVE
+                    if fits and _fills_waves(wave, tables.tiles, gpu) and self.in_step(walk, wave):
+                        larger = wave
+                size = larger
             elif self.in_l2(walk, walk.walks) and sooner_at_once(
                 walk.walks, items, processors, size
             ):
@@ -310,9 +321,13 @@ class Hopper(Family):
         """Return whether a KV-outer pass alternates between the query heads of a GQA group.
 
         A KV-outer pass alternates if L2 does not hold what a head group loops over (`in_l2`). No
-        pass alternates under a left window, where work tiles begin at different row tiles.
+        pass alternates under a left window, where work tiles begin at different row tiles. Above a
+        head_dim of 128, blocks drift apart with each wave, and short loops lose step.
         """
         p = walk.problem
+        waves = walk.walks * walk.tables.tiles / walk.gpu.multiprocessors
+        if widest(p) > 128 and walk.tables.tiles < _SHORT_LOOP and waves > _IN_STEP_WAVES:
+            return False
         unlimited = walk.stage.name == "fused" and p.left >= p.n_q + p.n_kv
         return unlimited and _drifts(walk) and not self.in_l2(walk, clump)
 
@@ -400,6 +415,12 @@ def _drifts(walk: Walked) -> bool:
     return walk.stage.outer == "keys" and walk.problem.group > 1 and uneven
 
 
+def _fills_waves(heads: int, tiles: int, gpu: Gpu) -> bool:
+    """Return whether the work tiles of so many heads fill an almost integer number of waves."""
+    waves = heads * tiles / gpu.multiprocessors
+    return 6 * abs(waves - max(1, round(waves))) <= 1
+
+
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
     """Return how many heads (1 to 4) together fill an almost integer number of waves, or 0.
 
@@ -412,4 +433,4 @@ def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
         return abs(size * tiles - most * max(1, round(size * tiles / most)))
 
     best = min(range(1, min(walks, 4) + 1), key=beside)
-    return best if 6 * beside(best) <= most else 0
+    return best if _fills_waves(best, tiles, gpu) else 0

@@ -672,6 +672,28 @@ def test_head_groups_under_a_window_stay_in_l2():
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "n", "batch", "kv_heads", "group", "heads_in_group", "in_step"),
+    [
+        (192, 749, 16, 8, 8, 16, False),  # 8 key tiles per head, 7.8 waves
+        (144, 749, 16, 4, 8, 16, True),  # 3.9 waves
+        (192, 1500, 8, 8, 8, 8, True),  # 16 key tiles per head, 7.8 waves
+        (128, 749, 16, 8, 8, 22, True),  # no warpgroup roles
+        (192, 2048, 4, 8, 8, 6, True),  # 6 x 22 work tiles are a wave; L2 alone would say 4
+    ],
+)
+def test_head_groups_of_kernels_with_roles(
+    head_dim, n, batch, kv_heads, group, heads_in_group, in_step
+):
+    """Their blocks drift apart: short loops of many waves are not co-scheduled."""
+    sizes = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads}
+    p = Problem(n, n, head_dim, **sizes, dtype="bfloat16", causal=True)
+    gpu = replace(H200, l2_bytes=50 << 20)  # an H100's
+    fused = HOPPER.backward_passes(p, None, gpu, "ascending", "", "flash2-fused")[1]
+    assert fused.clump == heads_in_group
+    assert bool(dict(fused.kernel.constants).get("FS_IN_STEP")) == in_step
+
+
+@pytest.mark.parametrize(
     "case",
     some(
         (),
