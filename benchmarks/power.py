@@ -291,6 +291,7 @@ def read(path: Path) -> tuple[dict[str, dict[str, str]], list[Measured]]:
             dtype = "bfloat16" if direction == "forward" else "float16"
             p = Problem(**given, causal=row["causal"] == "True", dtype=dtype)
             asked = {"direction": direction, "algorithm": algorithm, "kernels": row["kind"]}
+            asked["pack_gqa"] = False
             with without_shares():
                 found.append(Measured(row, p, predict(p, **asked)))
     return units, found

@@ -235,7 +235,9 @@ def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
             )
             for name in ("forward", "backward"):
                 options = {"direction": name, "algorithm": "flash2-fused", "kernels": ours}
-                wrong = 1e3 * predict(p, **options).seconds / float(row[f"{name}_ms"]) - 1
+                with without_shares():  # others have none
+                    said = predict(p, **options)
+                wrong = 1e3 * said.seconds / float(row[f"{name}_ms"]) - 1
                 key = theirs, ours, name, p.head_dim
                 found.setdefault(key, []).append(100 * wrong)
     for key, wrong in sorted(found.items(), key=lambda x: (x[0][0], x[0][2] != "forward", x[0][3])):

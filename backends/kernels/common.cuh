@@ -103,7 +103,8 @@ struct Args {
         const int* ranks;       // rank of each visit among the ordered additions to dQ
         const ushort4* shares;  // visits of each warpgroup of a Hopper forward: (tiles, 4)
     };
-    // bytes moved: (query heads, n_visits, 8), or (walks, n_visits, 8) with FS_PACK; (walks, tiles, 8)
+    // bytes moved: (query heads, n_visits, 8), or (walks, n_visits, 8) with FS_PACK; and
+    // (walks, tiles, 8)
     u32 *visit_counts, *tile_counts;
     u64 *visit_stamps, *tile_stamps;  // the same, with 5 numbers each
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;

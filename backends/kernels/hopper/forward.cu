@@ -461,7 +461,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const Share share = next.share(g);
         s.items.let_go(slot);
         if (it.walk < 0) return;
-        const int begin = share.first, n = share.stop, query = it.own.start + 64 * g + fragment_row();
+        const int begin = share.first, n = share.stop;
+        const int query = it.own.start + 64 * g + fragment_row();
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
 #if FS_BOUNDED  // scores that the mask keeps lie between -bound and bound
@@ -500,7 +501,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 pin(S);
                 if (speaks) {
                     arrive(&s.k_empty[ring_k.stage]);
-                    if (n == begin + 1) arrive(&s.q_empty[g]);  // the next work tile's Q may be loaded
+                    // the next work tile's Q may be loaded
+                    if (n == begin + 1) arrive(&s.q_empty[g]);
                 }
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + begin), 2);

@@ -37,9 +37,9 @@ struct Ring {  // a stage of a ring, and the parity of the current lap
 #ifndef FS_SHARES
 #define FS_SHARES 0  // 1 if each warpgroup has a share of a work tile's visits
 #endif
-// The visits of one warpgroup, as numbers within a work tile: it computes visits `first` to `stop` -
-// 1. Of these, the mask keeps all scores of visits `full_first` to `full_stop` - 1. The mask drops
-// all scores of the other visits.
+// The visits of one warpgroup, as numbers within a work tile: it computes the visits from `first` to
+// before `stop`. Of these, the mask keeps all scores of those from `full_first` to before
+// `full_stop`. The mask drops all scores of the other visits.
 struct Share {
     int first, full_first, full_stop, stop;
 };
@@ -135,7 +135,8 @@ struct Items {
         return it;
     }
     // As `write`, but readers have to wait for `release`.
-    __device__ inline Item& prepare(const Ring& slot, const Args& a, int w, int items, bool by_row) {
+    __device__ inline Item& prepare(const Ring& slot, const Args& a, int w, int items,
+                                    bool by_row) {
         // every warp has read the slot's previous work tile
         wait(&empty[slot.stage], slot.parity ^ 1);
         Item& it = item[slot.stage];
