@@ -26,7 +26,7 @@ demo: $(VENV)/.installed
 
 # Format, lint, types, the wheel installed elsewhere, and the suite with coverage. Lint takes a core:
 # meanwhile another builds the wheel and compiles what tests would wait for: the modules that both of
-# their processes import, with the probes of the coverage, and the CPU engine in float32.
+# their processes import, with the probes of the coverage, the CPU engine in float32 and L2's loops.
 test: $(VENV)/.dev
 	$(MAKE) --jobs=$(JOBS) --output-sync lint modules wheel walks
 	$(MAKE) unit
@@ -51,11 +51,13 @@ modules: $(VENV)/.dev
 	$(BIN)/python -m pytest --collect-only -qq --covered 1 > $(VENV)/modules.log || { cat $(VENV)/modules.log; exit 1; }
 
 walks: $(VENV)/.dev
-	$(KERNELS) $(BIN)/flashsim study warm > $(VENV)/walks.log
+	$(KERNELS) $(BIN)/python -c "import flashsim; print(flashsim.warm()); \
+	  flashsim.l2.curves(flashsim.count(flashsim.Problem(64, head_dim=16)))" > $(VENV)/walks.log
 
-# Where tests keep the CPU engine. `walks` optimises its kernels for float32 as for a user; test-torch
-# and site load them. In `unit` LLVM does not optimise other types, narrow vectors and emulated units,
-# which takes it 40 s; `make avx2` and `make numba` do. Users' own compiled kernels lie elsewhere.
+# Where tests keep compiled code. `walks` optimises the L2 model's loops, and the CPU engine's kernels
+# for float32 as for a user; test-torch and site load them. In `unit` LLVM does not optimise other
+# types, narrow vectors and emulated units, which takes it 40 s; `make avx2` and `make numba` do.
+# Users' own compiled kernels lie elsewhere.
 KERNELS = NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba
 
 # The CPU engine on the oldest Numba that setup.cfg allows and on the newest, each in an environment

@@ -15,6 +15,7 @@ import hypothesis
 import promises
 import pytest
 import typer.testing
+import unoptimised
 from chromium import browser  # noqa: F401
 from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
@@ -50,8 +51,8 @@ def pytest_configure(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     here = hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
-    if here and os.environ.get("FLASHSIM_UNOPTIMISED"):
-        _leave_the_engine_unoptimised()
+    if here:
+        unoptimised.install()
     if config.getoption("--covered"):
         from covered import Covered
 
@@ -68,41 +69,6 @@ def pytest_configure(config):
             "fault", phases=[hypothesis.Phase.generate], derandomize=True
         )
         hypothesis.settings.load_profile("fault")
-
-
-def _leave_the_engine_unoptimised():
-    """Compile the CPU engine's kernels without LLVM's optimisation, which takes half of the time.
-
-    The L2 model's loops would run too long without it; LLVM optimises them. Code on disk is loaded
-    if it is optimised. Numba's key of such code does not say how it was compiled. So the code that
-    this process saves has another key, and processes without this change do not load it.
-    """
-    from numba.core import caching, config, dispatcher, registry
-
-    compiled, whole, none = dispatcher.Dispatcher.compile, config.OPT, type(config.OPT)(0)
-    files = caching.IndexDataCacheFile
-    load, save = files.load, files.save
-
-    def load_(self, key):
-        optimised = load(self, key)
-        return load(self, (*key, "unoptimised")) if optimised is None else optimised
-
-    def save_(self, key, data):
-        save(self, (*key, "unoptimised"), data)
-
-    def compile_(self, signature):
-        module = self.py_func.__module__
-        ours = module.startswith("flashsim.") and not module.startswith("flashsim.engines.")
-        config.OPT, before = whole if ours else none, config.OPT
-        try:
-            return compiled(self, signature)
-        finally:
-            config.OPT = before
-
-    config.OPT = none
-    registry.cpu_target.target_context.codegen()  # made now, it makes machine code as fast
-    dispatcher.Dispatcher.compile = compile_
-    files.load, files.save = load_, save_
 
 
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from commands import rows
+from unoptimised import HERE_TOO
 
 import flashsim
 from flashsim.engines.cpu import heuristics, threads
@@ -50,7 +51,8 @@ def test_a_later_process_decodes_without_compiling(dtype):
     """One query runs on a walk of its own, which is on disk as well, for few heads and for many."""
     flashsim.warm(dtype, direction="decode")
     code = (
-        "import numpy as np, flashsim, ml_dtypes; from flashsim.engines.cpu import threads;"
+        f"{HERE_TOO} import numpy as np, flashsim, ml_dtypes;"
+        "from flashsim.engines.cpu import threads;"
         f"x = np.ones((1, 16, 64, 64), '{dtype}');"
         "[flashsim.run(x[:, :, :1], x[:, :n], x[:, :n], backend='numba') for n in (16, 4, 2, 1)];"
         "assert not any(threads.compiled().values()), threads.compiled()"

@@ -15,6 +15,7 @@ import pytest
 from helpers import Judge, Target, run_both, tensors
 from numba import njit
 from test_engines import OPTION_CASES, SIZES, check, precise_longdouble
+from unoptimised import HERE_TOO
 
 import flashsim
 from flashsim import BackendUnavailable, Device, OptionError, SramOverflow, Tiling, UnsupportedError
@@ -570,7 +571,10 @@ interrupted("dq", dq, lambda: engine.backward(big, saved, q[None]))
 
 def test_an_interrupt_is_heard_within_a_second():
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", f"{HERE_TOO}\n{INTERRUPTED}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     heard = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())

@@ -1,8 +1,10 @@
 """The CUDA C++ text of random functions, compiled for this CPU, computes what their graphs do."""
 
 import ctypes
+import itertools
 import shutil
 import subprocess
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ pytestmark = [
 ]
 
 B, H, N, M = 2, 3, 11, 13
+#: Seeds, and whether indices are checked.
+CASES = [*itertools.product(range(6), (True, False))]
 
 #: What the text calls, as this CPU has it; every thread of a warp is the same one.
 SHIMS = """
@@ -41,7 +45,7 @@ static inline float __shfl_xor_sync(unsigned, float, int) { return 0.0f; }
 static inline void atomicAdd(float* to, float x) { *to += x; }
 """
 CALLS = """
-extern "C" void run(const FlashCaptured* c, int B, int H, int N, int M, const float* s,
+extern "C" void run_SEED_CHECKED(const FlashCaptured* c, int B, int H, int N, int M, const float* s,
                     const float* dout, float* out, unsigned char* keep, float* ds, int sums) {
     for (int b = 0; b < B; b++) for (int h = 0; h < H; h++) {
         FlashSums kept;
@@ -60,27 +64,39 @@ extern "C" void run(const FlashCaptured* c, int B, int H, int N, int M, const fl
 """
 
 
-def compiled(text, folder):
-    text = text.replace(
-        'asm("xor.b32 %0, %1, %2;" : "=r"(apart) : "r"(a), "r"(b))', "apart = a ^ b"
-    )
-    text = "\n".join(line for line in text.splitlines() if "asm(" not in line)
-    (folder / "f.cpp").write_text(SHIMS + text + CALLS)
+_XOR = 'asm("xor.b32 %0, %1, %2;" : "=r"(apart) : "r"(a), "r"(b))'
+
+
+@cache
+def made(seed, checked):
+    """A random score function and mask, the names of its differentiable arrays, and their text."""
+    random = Random(seed, B, H, N, M)
+    score, mask = trace_score(random.score_mod(4)), trace_mask(random.mask_mod())
+    names = tuple(a.name for a in score.graph.differentiable)
+    extents = None if checked else {"b": B, "h": H, "q": N, "k": M}
+    return score, mask, names, cuda_source(mask.graph, score.graph, names, extents)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """All texts, compiled together, each in a namespace of its own."""
+    folder = tmp_path_factory.mktemp("compiled")
+    texts = [SHIMS]
+    for seed, checked in CASES:
+        text = made(seed, checked)[-1].text + CALLS.replace("SEED_CHECKED", f"{seed}_{checked}")
+        text = text.replace(_XOR, "apart = a ^ b")
+        lines = [line for line in text.splitlines() if "asm(" not in line]
+        texts += [f"namespace of_{seed}_{checked} {{", *lines, "}"]
+    (folder / "f.cpp").write_text("\n".join(texts))
     command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-o", str(folder / "f.so"), "f.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "f.so"))
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("seed", range(6))
-def test_the_text_computes_what_the_graph_does(seed, checked, tmp_path):
+@pytest.mark.parametrize(("seed", "checked"), CASES)
+def test_the_text_computes_what_the_graph_does(seed, checked, library):
     """Also where indices that stay inside their arrays are not checked."""
-    made = Random(seed, B, H, N, M)
-    score, mask = trace_score(made.score_mod(4)), trace_mask(made.mask_mod())
-    names = tuple(a.name for a in score.graph.differentiable)
-    extents = None if checked else {"b": B, "h": H, "q": N, "k": M}
-    source = cuda_source(mask.graph, score.graph, names, extents)
-    library = compiled(source.text, tmp_path)
+    score, mask, names, text = made(seed, checked)
     arrays = [np.ascontiguousarray(x) for x in (*score.arrays, *mask.arrays)]
     rng = np.random.default_rng(seed)
     s, dout = rng.standard_normal((2, B, H, N, M)).astype(np.float32)
@@ -94,11 +110,13 @@ def test_the_text_computes_what_the_graph_does(seed, checked, tmp_path):
         }
         out, ds = np.zeros_like(s), np.zeros_like(s)
         keep = np.zeros(s.shape, np.uint8)
-        packed = source.pack(
-            [x.ctypes.data for x in arrays], [gradients[n].ctypes.data for n in source.gradients]
+        packed = text.pack(
+            [x.ctypes.data for x in arrays], [gradients[n].ctypes.data for n in text.gradients]
         )
         pointers = (ctypes.c_void_p(x.ctypes.data) for x in (s, dout, out, keep, ds))
-        library.run(ctypes.c_void_p(packed.ctypes.data), B, H, N, M, *pointers, sums)
+        getattr(library, f"run_{seed}_{checked}")(
+            ctypes.c_void_p(packed.ctypes.data), B, H, N, M, *pointers, sums
+        )
         close = {"rtol": 2e-4, "atol": 2e-4}
         assert np.allclose(out, values[whole.root], **close)
         assert np.array_equal(

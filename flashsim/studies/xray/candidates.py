@@ -168,13 +168,13 @@ def _counted(
                 if form == "split keys" and tensor == "Q":
                     nbytes = _of_parts(traffic, stage, splits)
                 loads += nbytes
-                whole += _whole(traffic, stage, tensor, nbytes, columns=True)
-                pairs += _whole(traffic, stage, tensor, nbytes, columns=True, pairs=True)
+                full, even = _whole(traffic, stage, tensor, nbytes, columns=True)
+                whole, pairs = whole + full, pairs + even
             elif name == stage.name and op == "store":
                 stores += nbytes
             elif name == stage.name and op == "reduce":
                 reduces += nbytes
-                padded += _whole(traffic, stage, tensor, nbytes, columns=False)
+                padded += _whole(traffic, stage, tensor, nbytes, columns=False)[0]
     packed = grouped and algorithm == "flash-decode"
     sides = tiling.block_q, tiling.block_k
     made = Fit(form, *sides, loads, reduces, stores, blocks, scores, packed, False, dense)
@@ -215,33 +215,31 @@ def _of_parts(traffic: Traffic, stage: plans.Stage, splits: int) -> int:
 
 
 def _whole(
-    traffic: Traffic,
-    stage: plans.Stage,
-    tensor: str,
-    nbytes: int,
-    *,
-    columns: bool,
-    pairs: bool = False,
-) -> int:
+    traffic: Traffic, stage: plans.Stage, tensor: str, nbytes: int, *, columns: bool
+) -> tuple[int, int]:
     """Return the bytes of a tensor's tiles if partial tiles at the end are moved as full tiles.
 
-    If `columns` is true, rows are padded to whole TMA boxes. If `pairs` is true, thread blocks run
-    in clusters of two, so the number of outer tiles is rounded up to an even number.
+    The second number is for thread blocks in clusters of two: the number of outer tiles is rounded
+    up to an even number. If `columns` is true, rows are padded to whole TMA boxes.
     """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     its = shape(p, tensor)
     if its.vector or its.axis not in (ROW, COL):
-        return nbytes
+        return nbytes, nbytes
     width = -(-its.width // BOX_BYTES) * BOX_BYTES if columns else its.width
     rows = its.axis == ROW
     table, block = (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
-    lengths = np.diff(table[:, :2])[:, 0].astype(np.int64)
+    lengths = (table[:, 1] - table[:, 0]).astype(np.int64)
     if (stage.outer == "queries") == rows:
-        outer = len(lengths) + (len(lengths) % 2 if pairs else 0)
-        whole, cut = outer * block, int(lengths.sum())
+        tiles, cut = len(lengths), int(lengths.sum())
+        even = tiles + tiles % 2
     elif (lengths == block).all():
-        return nbytes // its.width * width
+        return (nbytes // its.width * width,) * 2
     else:
         _, other = (schedule.col_csr if rows else schedule.row_csr)[:2]
-        whole, cut = len(other) * block, int(lengths[other].sum())
-    return nbytes * whole // cut // its.width * width if cut else nbytes
+        tiles = even = len(other)
+        cut = int(lengths[other].sum())
+    if not cut:
+        return nbytes, nbytes
+    full, paired = (nbytes * n * block // cut // its.width * width for n in (tiles, even))
+    return full, paired
