@@ -532,7 +532,7 @@ MASKS = {
 
 
 def test_times_with_a_mask_function_against_an_h100():
-    """As docs/reference/predictions.md says: 0.88 to 1.04 of the measured times."""
+    """As docs/reference/predictions.md says: 0.89 to 1.05 of the measured times."""
     ratios = []
     for row in recorded("gpu-flex-h100.csv"):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
@@ -549,8 +549,8 @@ def test_times_with_a_mask_function_against_an_h100():
         found = predict(p, direction=row["direction"], device="H100", **how)
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16
-    assert min(ratios) == pytest.approx(0.88, abs=0.005)
-    assert max(ratios) == pytest.approx(1.04, abs=0.005)
+    assert min(ratios) == pytest.approx(0.89, abs=0.005)
+    assert max(ratios) == pytest.approx(1.05, abs=0.005)
 
 
 def test_captured_elements_are_not_padded():

@@ -154,6 +154,20 @@ def test_times_on_random_shapes_are_read_and_compared(times, tmp_path):
 
 @pytest.mark.promise("doc figures are measured")
 @pytest.mark.usefixtures("times")
+def test_the_page_prints_the_errors_after_packed_heads():
+    root = Path(__file__).parents[2] / "docs"
+    compare = importlib.import_module("random_times")
+    rows = compare.compared(root / "data" / "random-times-packed-h100.csv")
+    errors, _ = compare.tables(rows, 1)
+    said = {row[0]: row[3:] for row in errors.rows if row[1] == "all"}
+    (mean, worst), (mean_of_backward, worst_of_backward) = said["forward"], said["backward"]
+    page = " ".join((root / "notebooks" / "predictions.md").read_text(encoding="utf-8").split())
+    assert f"Forward, the mean error is {mean} % and the worst {worst} %, which misses" in page
+    assert f"backward, they are {mean_of_backward} and {worst_of_backward} %." in page
+
+
+@pytest.mark.promise("doc figures are measured")
+@pytest.mark.usefixtures("times")
 def test_the_page_prints_the_errors_of_the_judging_run():
     root = Path(__file__).parents[2] / "docs"
     compare = importlib.import_module("random_times")
