@@ -8,6 +8,7 @@ indices.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,13 @@ def _fits(node: Node) -> bool:
 #: Operations that are finite if their first argument is above a limit, or at it for a square root.
 _LIMITS = {"log": 0, "log2": 0, "rsqrt": 0, "log1p": -1, "pow": 0, "sqrt": 0}
 _DIVISIONS = ("div", "floordiv", "mod")
+#: The logarithm of each operation's result to base 2, and the largest one of a finite float32.
+_EXPONENTS: dict[str, Callable[..., Any]] = {
+    **{name: lambda x: x / np.log(2) for name in ("exp", "expm1")},
+    "exp2": lambda x: x,
+    "pow": lambda x, y: y * np.log2(x),
+}
+_LARGEST_EXPONENT = 127
 #: Positions past the last one at which kernels may evaluate a function, because tiles are whole.
 _PAST = 256
 
@@ -194,12 +202,14 @@ def without_poles(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[b
     """Return one bool per node: True if the node has no pole at any score, index and position.
 
     The value is then finite if the scores, captured elements and constants are. False means that
-    the node may divide by 0, for example, also at positions past the last one. A divisor that all
-    scores of a head share is assumed not to be 0.
+    the node may divide by 0, for example, also at positions past the last one. An exponential of
+    positions that may exceed float32 counts as a pole. A divisor that all scores of a head share is
+    assumed not to be 0.
     """
     bounds = _anywhere(nodes, _whole_tiles(extents))
     found: list[bool] = []
     moves: list[bool] = []  # whether scores of a head differ in it
+    places: list[bool] = []  # whether it is computed from a query's or key's number
     for node in nodes:
         inside = True
         if node.op in _LIMITS or (node.kind == FLOAT and node.op in _DIVISIONS):
@@ -208,9 +218,16 @@ def without_poles(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[b
             above = low >= 0 if node.op == "sqrt" else low > _LIMITS.get(node.op, 0)
             below = node.op in _DIVISIONS and high < 0
             inside = bool(above or below) or not moves[of]
+        if inside and node.op in _EXPONENTS and any(places[a] for a in node.args):
+            with np.errstate(all="ignore"):
+                args = [bounds[a] for a in node.args]
+                of_corners = [_EXPONENTS[node.op](*corner) for corner in product(*args)]
+            inside = bool(np.max(of_corners) <= _LARGEST_EXPONENT)  # False for NaN
         found.append(inside and all(found[a] for a in node.args))
         own = node.op == "arg" and node.value not in ("b", "h")
         moves.append(own or any(moves[a] for a in node.args))
+        computed = node.op != "load" and any(places[a] for a in node.args)
+        places.append(computed or (node.op == "arg" and node.value in ("q", "k")))
     return found
 
 

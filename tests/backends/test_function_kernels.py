@@ -322,6 +322,14 @@ def to_the_last_key(s, b, h, q, k):
     return s * np.log(200.0 - k)
 
 
+def decaying(s, b, h, q, k):  # beyond float32 at keys after the query
+    return s * np.exp(k - q)
+
+
+def growing(s, b, h, q, k):  # beyond float32 past the last key
+    return s * np.exp(2.0 * (k - 199))
+
+
 def roots(s, b, h, q, k):
     return s - 1e-6 * np.log(abs(s)) + 0.1 * np.maximum(s, 0.0) ** 1.5
 
@@ -331,7 +339,8 @@ CAPTURED |= {
     with_holes: {"holes": holes, "temperature": temperature},
     of_open_keys: {"open_keys": open_keys},  # without a gradient
 }
-INFINITE = (with_gaps, with_holes, of_open_keys, divided, to_the_last_query, to_the_last_key, roots)
+INFINITE = (with_gaps, with_holes, of_open_keys, divided, to_the_last_query, to_the_last_key)
+INFINITE += (growing, roots)
 
 
 @pytest.mark.parametrize(
@@ -671,6 +680,12 @@ def test_kernels_are_sound_to_the_compilers_front_end(name, d):
         assert not errors(kernel, kernel.options)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of the plain bfloat16 scores
+@pytest.mark.parametrize("algorithm", ["flash2-fused", thorough("flash2")])
+def test_infinite_slopes_of_masked_scores(algorithm):
+    compare(problem(150, 150, 64, causal, decaying), decaying, HOPPER, algorithm)
+
+
 #: A kernel that calls a mask function.
 CALL = """
 extern "C" __global__ void masked(FlashCaptured c, bool* out) {
@@ -806,6 +821,10 @@ def test_functions_with_poles():
         (lambda s, b, h, q, k: slopes[h] * np.tanh(s / slopes[h]), False),
         (lambda s, b, h, q, k: s + np.log(700.0 - q), False),  # tiles are smaller
         (lambda s, b, h, q, k: abs(s) ** 1.5 + s**2, True),
+        *((f, True) for f in (decaying, growing)),
+        (lambda s, b, h, q, k: s * 2.0 ** (0.1 * (k - q)) + np.exp2(-0.5 * abs(k - q)), False),
+        (lambda s, b, h, q, k: s * 3.0 ** (k - q), True),
+        (lambda s, b, h, q, k: s * np.exp(s - table[h, k]), False),
     ):
         p = replace(problem(150, 200, 64), score_mod=score)
         assert functions_of(p).plain.poles == poles
