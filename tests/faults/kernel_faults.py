@@ -260,7 +260,7 @@ FAULTS = {
     "deferred-ds-not-awaited": Fault(
         "dQ of the last visit starts though the other warpgroup may not have written its dS",
         *(BACKWARD, "if (due) wait(&s.ds_full[of], stage ? ring.parity : ring.parity ^ 1);", ""),
-        hopper("clusters_take_what and problem0 and True"),
+        hopper("several_cluster_sizes and problem0 and True"),
     ),
     "wide-scores-not-awaited": Fault(
         "dV starts before the other warpgroup has written its P",
@@ -395,7 +395,12 @@ FAULTS = {
     ),
     "items-taken-twice": Fault(
         "the launch behind clusters begins with their items, not with the others",
-        *(SHARED, "w = a.first + first_work();", "w = first_work();", hopper("test_clusters_take")),
+        *(
+            SHARED,
+            "w = a.first + first_work();",
+            "w = first_work();",
+            hopper("several_cluster_sizes and True"),
+        ),
     ),
     # -- Hopper's backward: grouped heads in step -------------------------------------------------
     "never-back": Fault(

@@ -60,9 +60,10 @@ EXCLUDE = (
 KINDS = "executed", "missing"
 #: Where code with probes is kept. Tests change the working folder.
 KEPT = Path("build/covered").absolute()
-#: How often a probe is hit before all probes that were hit are removed. A hit takes 16 ns, and a
-#: removal 20 ms, as it searches all modules: after SlipCover's 50 hits, a tenth of the tests' time.
-HITS = 10_000
+#: How often a probe is hit before all probes that were hit are removed: never. A removal reads the
+#: local variables of every frame, which keeps tiles alive, so that events of a run change places.
+#: Removals after 50 hits also take more time than the hits, of 16 ns.
+HITS = 2**31 - 1
 #: Stand for a probe and for the function that hits it, in code that is kept.
 PROBE, HIT = "__slipcover probe__", "__slipcover hit__"
 

@@ -37,8 +37,8 @@ struct Ring {  // a stage of a ring, and the parity of the current lap
 #ifndef FS_SHARES
 #define FS_SHARES 0  // 1 if each warpgroup has a share of a work tile's visits
 #endif
-// The visits of one warpgroup, as numbers within a work tile: it computes the visits from `first` to
-// before `stop`. Of these, the mask keeps all scores of those from `full_first` to before
+// The visits of one warpgroup, as numbers within a work tile: it computes the visits from `first`
+// to before `stop`. Of these, the mask keeps all scores of those from `full_first` to before
 // `full_stop`. The mask drops all scores of the other visits.
 struct Share {
     int first, full_first, full_stop, stop;
