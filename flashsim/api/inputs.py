@@ -243,6 +243,11 @@ def check_decoding(algorithm: str, options: Iterable[str]) -> None:
     """
     packs = ("pack_gqa",) if algorithm in plans.PACKING else ()
     used = [name for name in options if name in DECODING and name not in packs]
+    if used == ["pack_gqa"] and not plans.splits_keys(algorithm):
+        raise OptionError(
+            f"{algorithm!r} does not take pack_gqa, because it packs no query heads; use "
+            "algorithm='flash2' or 'flash-decode', or leave out pack_gqa="
+        )
     if used and not plans.splits_keys(algorithm):
         raise OptionError(
             f"{algorithm!r} does not take {', '.join(used)}, because it processes all keys of a "

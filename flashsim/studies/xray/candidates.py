@@ -161,7 +161,7 @@ def _counted(
         outer = schedule.rows if stage.outer == "queries" else schedule.cols
         heads = plans.heads_of(stage, p)[0]
         blocks += heads * len(outer) * splits
-        members = p.group if stage.per == "group" and not split.pack_gqa else 1
+        members = plans.members_of(stage, p, split)
         scores = heads * members * schedule.n_visits * tiling.block_q * tiling.block_k
         for (name, op, tensor), nbytes in traffic.transfers.items():
             if name == stage.name and op == "load":
