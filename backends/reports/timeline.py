@@ -10,7 +10,9 @@ end of its last block.
 In a warp-specialised kernel, each warp role records time stamps: the producer first, and after it
 the consumer warpgroups. The producer's "visit" begins when the producer starts to wait for free
 shared memory. The producer's "load" lasts from its first to its last TMA instruction. The producer
-has no phases other than "visit" and "load". A consumer's "load" is the time it waits for tiles.
+has no phases other than "visit" and "load". A consumer's "load" is the time it waits for tiles. In
+a visit that its rows do not need (`device_tables.in_shares`), a consumer waits for K in "load" and
+for V in "output".
 
 If a kernel divides a tile, "scores" and "softmax" belong to the first part, and "output" to
 everything else. The fused backward adds a visit's dQ at the start of the next visit, in the phase
