@@ -87,7 +87,7 @@ def test_what_is_refused_says_why():
         flashsim.run(*x, pack_gqa=3)
     with pytest.raises(UnsupportedError, match=r"pack_gqa=True does not support sinks.*leave out"):
         flashsim.run(*x, pack_gqa=True, sinks=np.zeros(8, np.float32))
-    with pytest.raises(OptionError, match="'standard' does not take pack_gqa.*algorithm='flash2'"):
+    with pytest.raises(OptionError, match=r"'standard' does not take pack_gqa.*algorithm='flash2'"):
         flashsim.run(*x, pack_gqa=True, algorithm="standard")
     with pytest.raises(OptionError, match="a backward pass packs no query heads"):
         flashsim.count(p, direction="backward", pack_gqa=True)
