@@ -122,7 +122,7 @@ class Checked:
 #: longer than a short call.
 _KEPT: dict[tuple[Any, ...], Checked] = {}
 _MOST_KEPT = 256
-_PLAIN = frozenset({"kernel", "allow_tf32", "threads", "micro_kernel"})
+_PLAIN = frozenset({"kernel", "allow_tf32", "threads", "micro_kernel", "pack_gqa"})
 #: On a GPU, the checks read only the shape and the type of these.
 _SEEN_LATER = frozenset({"cache_seqlens", "block_table", "workspace"})
 

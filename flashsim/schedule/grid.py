@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -214,36 +215,42 @@ class Grid:
             base, other_base, block, sign = *self._edges[2:], self._blocks[1], 1
         else:
             base, other_base, block, sign = *self._edges[:1:-1], self._blocks[0], -1
+
+        def each(values: Iterable[int]) -> np.ndarray:
+            """Return the value of each tile's sequence, or of the only sequence, as int64."""
+            found = np.fromiter(values, np.int64)
+            return found if len(found) == 1 else np.repeat(found, np.diff(base))
+
+        sequences = self.problem.sequences
+        start = each(s.q_start if other == "q" else s.k_start for s in sequences)
+        n = each(s.q_stop if other == "q" else s.k_stop for s in sequences) - start
+        offset = sign * each(s.offset for s in sequences)
+        rows_each = self.members if other == "k" else 1
+        first = table[:, 0].astype(np.int64) // rows_each + offset - start
+        last = (table[:, 1].astype(np.int64) - 1) // rows_each + offset - start
+        if self.dense:
+            lo = np.zeros_like(first)
+            hi = lo - (-n // block)
+        else:
+            # The positions that some row of the tile keeps: [first - left, last + right].
+            begin, end = np.maximum(first - left, 0), np.minimum(last + right, n - 1)
+            empty = end < begin
+            lo = np.where(empty, 0, begin // block)
+            hi = np.where(empty, 0, end // block + 1)
+        # The positions that every row of the tile keeps: [last - left, first + right].
+        begin, end = np.maximum(last - left, 0), np.minimum(first + right, n - 1)
+        full_lo = -(-begin // block)
+        full_hi = (end + 1) // block
+        # Rows past the end of a tile need no mask, so a ragged last row tile can be FULL. Keys past
+        # the end do, so a ragged column tile has no FULL visits.
+        if other == "q":
+            full_hi = np.where(end == n - 1, -(-n // block), full_hi)
+            ragged = table[:, 1] - table[:, 0] < self._blocks[1]
+            full_hi = np.where(ragged, full_lo, full_hi)
+        full_lo, full_hi = np.clip(full_lo, lo, hi), np.clip(full_hi, lo, hi)
+        nothing = (full_hi <= full_lo) | (not self.problem.banded)
+        full_lo, full_hi = np.where(nothing, hi, full_lo), np.where(nothing, hi, full_hi)
         out = np.empty((len(table), 4), np.int32)
-        for s, seq in enumerate(self.problem.sequences):
-            part = slice(base[s], base[s + 1])
-            start, stop = ((seq.k_start, seq.k_stop), (seq.q_start, seq.q_stop))[other == "q"]
-            n = stop - start
-            rows_each = self.members if other == "k" else 1
-            first = table[part, 0].astype(np.int64) // rows_each + sign * seq.offset - start
-            last = (table[part, 1].astype(np.int64) - 1) // rows_each + sign * seq.offset - start
-            if self.dense:
-                lo = np.zeros(len(first), np.int64)
-                hi = np.full(len(first), -(-n // block))
-            else:
-                # The positions that some row of the tile keeps: [first - left, last + right].
-                begin, end = np.maximum(first - left, 0), np.minimum(last + right, n - 1)
-                empty = end < begin
-                lo = np.where(empty, 0, begin // block)
-                hi = np.where(empty, 0, end // block + 1)
-            # The positions that every row of the tile keeps: [last - left, first + right].
-            begin, end = np.maximum(last - left, 0), np.minimum(first + right, n - 1)
-            full_lo = -(-begin // block)
-            full_hi = (end + 1) // block
-            # Rows past the end of a tile need no mask, so a ragged last row tile can be FULL. Keys
-            # past the end do, so a ragged column tile has no FULL visits.
-            if other == "q":
-                full_hi = np.where(end == n - 1, -(-n // block), full_hi)
-                ragged = table[part, 1] - table[part, 0] < self._blocks[1]
-                full_hi = np.where(ragged, full_lo, full_hi)
-            full_lo, full_hi = np.clip(full_lo, lo, hi), np.clip(full_hi, lo, hi)
-            nothing = (full_hi <= full_lo) | (not self.problem.banded)
-            full_lo, full_hi = np.where(nothing, hi, full_lo), np.where(nothing, hi, full_hi)
-            out[part] = np.stack([lo, full_lo, full_hi, hi], axis=1) + other_base[s]
+        out[:] = np.stack([lo, full_lo, full_hi, hi], axis=1) + each(other_base[:-1])[:, None]
         out.setflags(write=False)
         return out
