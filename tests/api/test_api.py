@@ -162,7 +162,7 @@ def jobs(monkeypatch):
         return Outcome({"dq": job.q, "dk": job.k, "dv": job.v}, Tiling(16, 16), None, "none")
 
     engine = SimpleNamespace(
-        OPTIONS={"kernel", "cache_seqlens"},
+        OPTIONS={"kernel", "cache_seqlens", "pack_gqa"},
         forward=forward,
         backward=backward,
         recall=lambda *_: {},
@@ -191,6 +191,9 @@ def test_what_was_checked_once_is_not_checked_again_on_a_gpu(jobs):
         ask(q, causal=True, cu_seqlens_q=(0, 40), cu_seqlens_k=(0, 40)),
     ]
     assert len({id(job.memo) for job in (first, *others)}) == 1 + len(others)
+    packed, apart = (ask(q, causal=True, pack_gqa=flag) for flag in (True, False))
+    assert len({id(job.memo) for job in (first, packed, apart)}) == 3
+    assert ask(q, causal=True, pack_gqa=False).memo is apart.memo
     with pytest.raises(FlashSimError, match="causal"):
         ask(q, causal=1)
     with pytest.raises(FlashSimError, match="window"):
