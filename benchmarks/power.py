@@ -277,6 +277,7 @@ class Measured(NamedTuple):
         return float(self.row[name])
 
 
+@without_shares()
 def read(path: Path) -> tuple[dict[str, dict[str, str]], list[Measured]]:
     """Return the units by name, and the passes of flashsim's kernels except decoding."""
     units, found = {}, []
@@ -292,8 +293,7 @@ def read(path: Path) -> tuple[dict[str, dict[str, str]], list[Measured]]:
             p = Problem(**given, causal=row["causal"] == "True", dtype=dtype)
             asked = {"direction": direction, "algorithm": algorithm, "kernels": row["kind"]}
             asked["pack_gqa"] = False
-            with without_shares():
-                found.append(Measured(row, p, predict(p, **asked)))
+            found.append(Measured(row, p, predict(p, **asked)))
     return units, found
 
 

@@ -58,13 +58,13 @@ def predicted(one, constants=None, device=H200):
     ).seconds
 
 
+@without_shares()
 def errors(everything):
     """Return predicted / measured - 1: {(kernels, pass, set): [(error, measured pass)]}."""
     found = {}
-    with without_shares():
-        for one in everything:
-            wrong = predicted(one, device=one.device) / one.seconds - 1
-            found.setdefault((one.kernels, one.name, one.where), []).append((wrong, one))
+    for one in everything:
+        wrong = predicted(one, device=one.device) / one.seconds - 1
+        found.setdefault((one.kernels, one.name, one.where), []).append((wrong, one))
     return found
 
 
@@ -216,6 +216,7 @@ OTHERS = {
 }
 
 
+@without_shares()  # others have none
 def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
     """Return the table of other projects' times beside predictions for the same design."""
     table = Table(
@@ -235,9 +236,7 @@ def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
             )
             for name in ("forward", "backward"):
                 options = {"direction": name, "algorithm": "flash2-fused", "kernels": ours}
-                with without_shares():  # others have none
-                    said = predict(p, **options)
-                wrong = 1e3 * said.seconds / float(row[f"{name}_ms"]) - 1
+                wrong = 1e3 * predict(p, **options).seconds / float(row[f"{name}_ms"]) - 1
                 key = theirs, ours, name, p.head_dim
                 found.setdefault(key, []).append(100 * wrong)
     for key, wrong in sorted(found.items(), key=lambda x: (x[0][0], x[0][2] != "forward", x[0][3])):

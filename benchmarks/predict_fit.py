@@ -79,6 +79,7 @@ class Point(NamedTuple):
     seed: str
 
 
+@without_shares()
 def points(everything, kernels, name):
     """Return the calibration set's stages that have these constants.
 
@@ -93,10 +94,9 @@ def points(everything, kernels, name):
         if one.name == "flash2-fused" and one.problem.n_kv <= 128 and kernels == "hopper":
             continue  # the single-KV-tile backward runs instead
         direction, algorithm = PASSES[one.name]
-        with without_shares():
-            passes, traffic = model._prepare(
-                one.problem, direction, algorithm, kernels, one.tiling, one.device, False
-            )
+        passes, traffic = model._prepare(
+            one.problem, direction, algorithm, kernels, one.tiling, one.device, False
+        )
         for each in passes:
             if not each.kernel.shared_bytes:
                 continue
