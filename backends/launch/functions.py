@@ -474,6 +474,7 @@ def _sources(
     return plain, emit.cuda_source(graph, score, wanted, *given) if wanted else plain
 
 
+@lru_cache(maxsize=256)
 def _narrow(
     mask: MaskFunction | None, score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[Graph | None, Graph | None]:

@@ -301,12 +301,7 @@ class Hopper(Family):
                 share = held(stage, p) * tables.schedule.tiling.block_q / p.n_q / gpu.l2_bytes
                 drift = 2 if widest(p) > 128 else 1  # warpgroups with roles let blocks drift apart
                 larger = heads_together(walk.walks, items, processors, size, share, drift)
-                if larger == size and widest(p) > 128 and not _fills_waves(size, tables.tiles, gpu):
-                    wave = max(1, round(processors / tables.tiles))
-                    fits = wave <= walk.walks and wave * share <= LIVE
-                    if fits and _fills_waves(wave, tables.tiles, gpu) and self.in_step(walk, wave):
-                        larger = wave
-                size = larger
+                size = larger if larger != size else self._one_wave(walk, size, share)
             elif self.in_l2(walk, walk.walks) and sooner_at_once(
                 walk.walks, items, processors, size
             ):
@@ -316,6 +311,19 @@ class Hopper(Family):
         if short and walk.walks * tables.tiles >= 8 * processors:
             size = min(size, max(1, few // group) * group)
         return size
+
+    def _one_wave(self, walk: Walked, size: int, share: float) -> int:
+        """Return how many heads are one wave above a head_dim of 128, or `size`.
+
+        Head groups of `size` stay if they fill whole waves, or if those of one wave do not. `share`
+        is the fraction of L2 that a row tile of a head takes.
+        """
+        tiles, gpu = walk.tables.tiles, walk.gpu
+        if widest(walk.problem) <= 128 or _fills_waves(size, tiles, gpu):
+            return size
+        wave = max(1, round(gpu.multiprocessors / tiles))
+        fits = wave <= walk.walks and wave * share <= LIVE and _fills_waves(wave, tiles, gpu)
+        return wave if fits and self.in_step(walk, wave) else size
 
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Return whether a KV-outer pass alternates between the query heads of a GQA group.
