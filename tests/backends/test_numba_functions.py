@@ -239,6 +239,17 @@ def whole(s, b, h, q, k):
     return s + total
 
 
+def of_functions(p):
+    """Arguments with room for what functions capture, and what is read of a kernel with them."""
+    args = np.zeros(1, np.dtype([*launch.ARGS.descr, ("more", "V128")]))
+    kernel = SimpleNamespace(
+        functions=functions_of(p).plain,
+        constants=tuple((f"FS_{x}", 0) for x in ("SOFTCAP", "VARLEN", "BF16", "LEFT", "RIGHT")),
+        args=args.dtype,
+    )
+    return args, kernel
+
+
 @pytest.mark.parametrize("function", [many, whole])
 def test_every_operation(function, machine, monkeypatch):
     p = problem(score_mod=function, mask_mod=None, score_grads=())
@@ -253,12 +264,7 @@ def test_every_operation(function, machine, monkeypatch):
 
     monkeypatch.setattr(functions, "_library", of_the_cpu)
     monkeypatch.setattr(functions, "asm", lambda b, text, how, x, kind: plain(b, "tanhf", *x))
-    args = np.zeros(1, np.dtype([*launch.ARGS.descr, ("more", "V128")]))
-    kernel = SimpleNamespace(
-        functions=functions_of(p).plain,
-        constants=tuple((f"FS_{x}", 0) for x in ("SOFTCAP", "VARLEN", "BF16", "LEFT", "RIGHT")),
-        args=args.dtype,
-    )
+    args, kernel = of_functions(p)
     made = functions.fragment_functions(kernel, 1, 16, by_row=True)
     for lane in range(32):
         s = RNG.normal(size=8).astype(np.float32)
@@ -275,12 +281,7 @@ def test_every_operation(function, machine, monkeypatch):
 def test_a_pole_past_the_end_is_not_seen(by_row, machine):
     """The logarithm of 0 and of negative numbers, at positions that do not exist."""
     p = problem(score_mod=lambda s, b, h, q, k: s + np.log(45.0 - q), mask_mod=None, score_grads=())
-    args = np.zeros(1, np.dtype([*launch.ARGS.descr, ("more", "V128")]))
-    kernel = SimpleNamespace(
-        functions=functions_of(p).plain,
-        constants=tuple((f"FS_{x}", 0) for x in ("SOFTCAP", "VARLEN", "BF16", "LEFT", "RIGHT")),
-        args=args.dtype,
-    )
+    args, kernel = of_functions(p)
     made = functions.fragment_functions(kernel, 1, 8, by_row=by_row)
     seen = set()
     for lane in range(32):

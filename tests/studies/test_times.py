@@ -152,16 +152,21 @@ def test_times_on_random_shapes_are_read_and_compared(times, tmp_path):
     ]
 
 
+def judged(name):
+    """The table of errors of a file of random shapes, and the page that prints them."""
+    root = Path(__file__).parents[2] / "docs"
+    compare = importlib.import_module("random_times")
+    errors, _ = compare.tables(compare.compared(root / "data" / name), 1)
+    return errors, (root / "notebooks" / "predictions.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.promise("doc figures are measured")
 @pytest.mark.usefixtures("times")
 def test_the_page_prints_the_errors_after_packed_heads():
-    root = Path(__file__).parents[2] / "docs"
-    compare = importlib.import_module("random_times")
-    rows = compare.compared(root / "data" / "random-times-packed-h100.csv")
-    errors, _ = compare.tables(rows, 1)
+    errors, page = judged("random-times-packed-h100.csv")
     said = {row[0]: row[3:] for row in errors.rows if row[1] == "all"}
     (mean, worst), (mean_of_backward, worst_of_backward) = said["forward"], said["backward"]
-    page = " ".join((root / "notebooks" / "predictions.md").read_text(encoding="utf-8").split())
+    page = " ".join(page.split())
     assert f"Forward, the mean error is {mean} % and the worst {worst} %, which misses" in page
     assert f"backward, they are {mean_of_backward} and {worst_of_backward} %." in page
 
@@ -169,9 +174,5 @@ def test_the_page_prints_the_errors_after_packed_heads():
 @pytest.mark.promise("doc figures are measured")
 @pytest.mark.usefixtures("times")
 def test_the_page_prints_the_errors_of_the_judging_run():
-    root = Path(__file__).parents[2] / "docs"
-    compare = importlib.import_module("random_times")
-    rows = compare.compared(root / "data" / "random-times-judged-h100.csv")
-    errors, _ = compare.tables(rows, 1)
-    page = (root / "notebooks" / "predictions.md").read_text(encoding="utf-8")
+    errors, page = judged("random-times-judged-h100.csv")
     assert errors.markdown().split("\n\n")[0] in page
