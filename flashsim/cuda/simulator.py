@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.backends.numba_gpu.teaching.simulator import atomic_shared_arrays
 from flashsim.errors import BackendUnavailable, DTypeError, OptionError, UnsupportedError, shown
 
 WARP, SECTOR = 32, 32
@@ -282,7 +283,7 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
         arrays.append(array)
         given.append(arg if array is None else watch.array(array))
     try:
-        with counted_barriers(simulator.BlockThread):
+        with counted_barriers(simulator.BlockThread), atomic_shared_arrays():
             kernel(*given)
     except AttributeError as error:
         raise UnsupportedError(

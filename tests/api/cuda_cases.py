@@ -10,6 +10,7 @@ import json
 import math
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,26 @@ def divides(x):
 @cuda.jit
 def slices(x):
     x[0:2] = 1.0
+
+
+class SlowSize:
+    """A size of an array whose reading lets the other threads run."""
+
+    def __index__(self):
+        time.sleep(1e-3)
+        return 4
+
+
+SLOW = SlowSize()
+
+
+@cuda.jit
+def exchanges(x, out):
+    held = cuda.shared.array(SLOW, float32)
+    i = cuda.threadIdx.x
+    held[i] = x[i]
+    cuda.syncthreads()
+    out[i] = held[3 - i]
 
 
 @cuda.jit
@@ -160,6 +181,7 @@ def main():
         "past": facts(past_the_end[2, 4], np.arange(6.0), np.zeros(8)),
         "device": facts(past_the_end[2, 4], cuda.to_device(np.arange(8.0)), np.zeros(8)),
         "same": facts(same_place[2, 1], np.zeros(1)),
+        "exchanged": facts(exchanges[1, 4], np.arange(4.0), np.zeros(4)),
         "one line": refused(lambda: flashsim.cuda.trace(shared_on_one_line[1, 1], np.zeros(4))),
         "shuffles": refused(lambda: flashsim.cuda.trace(shuffles[1, 1], np.zeros(4))),
         "divides": refused(lambda: flashsim.cuda.trace(divides[1, 2], np.zeros(4))),

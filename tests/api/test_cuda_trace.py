@@ -98,6 +98,10 @@ def test_accesses_past_the_end_are_outside(facts):
     assert facts["device"]["outside"] == 0
 
 
+def test_threads_that_create_a_shared_array_at_once_get_the_same(facts):
+    assert facts["exchanged"]["args"][1] == [3, 2, 1, 0]
+
+
 def test_blocks_that_store_one_element(facts):
     assert facts["same"]["clashes"] == ["two stores"]
     assert facts["columns"]["clashes"] == []

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from flashsim.backends.launch.device_tables import Lowered, check, lower
 from flashsim.backends.numba_gpu.teaching import functions
 from flashsim.backends.numba_gpu.teaching import kernels as teaching
 from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape
+from flashsim.backends.numba_gpu.teaching.simulator import atomic_shared_arrays
 from flashsim.backends.reports import counts
 from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import TilingError, UnsupportedError
@@ -192,7 +193,7 @@ class _Simulator:
 
     def active(self) -> AbstractContextManager[Any]:
         """Return a context manager in which kernels run on this device."""
-        return nullcontext()
+        return atomic_shared_arrays()
 
     def taken(self, array: Any) -> Any:
         """Return a copy of an array, which the simulator needs because it writes to arguments."""
