@@ -125,7 +125,11 @@ def record_kernels(
                 "function that calls pl.pallas_call, not the kernel itself"
             )
         notes = PallasNotes(given, constants_of(function, args))
-        walker = Walker(notes, lambda *call: KernelCall(*call, model).run(notes))
+
+        def launch(walker: Walker, equation: Any, inputs: list[Any]) -> list[Any]:
+            return KernelCall(walker, equation, inputs, model).run(notes)
+
+        walker = Walker(notes, launch)
         notes.watched, notes.variables = watched, walker.variables
         results = walker.run(closed.jaxpr, closed.consts, given)
     output = jax.tree.unflatten(jax.tree.structure(shape), results)

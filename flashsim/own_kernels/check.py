@@ -121,7 +121,8 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
             "this record does not hold the tensors' values, so results cannot be checked; trace "
             "the kernel again with check=True"
         )
-    p, inputs = g.problem, {}
+    p = g.problem
+    inputs: dict[str, np.ndarray] = {}
     if reference is not None:
         targets = _by_reader(g, values, reference)
     else:
@@ -175,6 +176,10 @@ def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str,
     return p, {**x, "Q": x["S"], "K": keys}
 
 
+def _four(p: Problem, x: np.ndarray) -> np.ndarray:
+    return x.reshape(p.batch, -1, *x.shape[1:])
+
+
 def _of_attention(
     g: Geometry, p: Problem, x: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]
 ) -> dict[str, _Target]:
@@ -182,14 +187,14 @@ def _of_attention(
     stored = [g.labels[code] for code in g.record.stored]
     found: dict[str, tuple[np.ndarray, float]] = {}
     if {"Q", "K", "V"} <= x.keys():
-        inputs = [x[name].reshape(p.batch, -1, *x[name].shape[1:]) for name in "QKV"]
-        out, lse = oracle.attention(*inputs, p)
+        q, k, v = (_four(p, x[name]) for name in "QKV")
+        out, lse = oracle.attention(q, k, v, p)
         if {"O", "L"} & set(stored):
-            plain, plain_lse = oracle.attention(*inputs, p, dtype=p.dtype)
+            plain, plain_lse = oracle.attention(q, k, v, p, dtype=p.dtype)
             found["O"] = out, _allowed(p, plain - out, out, lse)
             found["L"] = lse, max(_allowed(p, plain_lse - lse, lse), 1e-5)
         if "dO" in x and {"dQ", "dK", "dV", "delta"} & set(stored):
-            inputs.append(x["dO"].reshape(p.batch, -1, *x["dO"].shape[1:]))
+            inputs = q, k, v, _four(p, x["dO"])
             exact = oracle.gradients(*inputs, p)
             rounded = oracle.gradients(*inputs, p, dtype=p.dtype)
             for name in ("dQ", "dK", "dV"):
@@ -301,8 +306,8 @@ def _located(g: Geometry, verdict: Verdict, wrong: np.ndarray, target: _Target) 
     a, code = g.record.accesses, g.labels.index(verdict.tensor)
     mine = np.flatnonzero((a["tensor"] == code) & (a["op"] != LOAD) & (a["active"] > 0))
     holds = (g.lead[mine] == head) & (g.row[mine] <= row) & (row < g.row[mine] + g.rows[mine])
-    values = {"got": float(target.got[at]), "wanted": float(target.want[at])}
-    verdict = replace(verdict, head=head, row=row, column=column, **values)
+    got, wanted = float(target.got[at]), float(target.want[at])
+    verdict = replace(verdict, head=head, row=row, column=column, got=got, wanted=wanted)
     if not holds.any():
         return verdict
     access = a[mine[np.flatnonzero(holds)[-1]]]

@@ -80,7 +80,8 @@ class Launch:
 
     def number(self, place: Iterable[int]) -> int:
         """Return the number of the program at these grid coordinates."""
-        return int(np.ravel_multi_index(tuple(place), self.grid, order="F"))
+        steps = np.cumprod((1, *self.grid)).tolist()
+        return sum(at * step for at, step in zip(place, steps, strict=False))
 
 
 @dataclass(frozen=True)
