@@ -54,6 +54,17 @@ def path(tmp_path):
     return file
 
 
+def grade(*words, code=0):
+    """What `flashsim exercise grade` prints; a path is a folder or a file."""
+    done = CliRunner().invoke(app, ["exercise", "grade", *map(str, words)])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def csv_rows(done):
+    return list(csv.DictReader(done.stdout.splitlines()))
+
+
 def lost(marks):
     return [(mark.kind, mark.words) for mark in marks.marks if mark.kind]
 
@@ -96,25 +107,19 @@ def test_numbers_are_judged_with_the_inputs_that_were_drawn(path):
     assert "bytes get points only if all results are right" in marks.marks[-1].words
 
 
-def test_outputs_that_no_kernel_stores(path):
-    def without_lse(runs):
-        for n, run in enumerate(runs):
-            names = {**run.names, "lse_ptr": "mine"}
-            runs[n] = replace(run, names=names)
+@pytest.mark.parametrize(
+    ("parameter", "said"),
+    [("lse_ptr", "no kernel stores L"), ("k_ptr", "no kernel loads K itself")],
+)
+def test_tensors_that_no_kernel_stores_or_loads(path, parameter, said):
+    def renamed(runs):
+        runs[:] = [replace(run, names={**run.names, parameter: "mine"}) for run in runs]
 
-    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(without_lse))
+    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(renamed))
 
-    assert lost(marks)[0] == ("result", "no kernel stores L")
-
-
-def test_inputs_that_no_kernel_loads(path):
-    def copied(runs):
-        for n, run in enumerate(runs):
-            runs[n] = replace(run, names={**run.names, "k_ptr": "copy"})
-
-    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(copied))
-
-    assert "no kernel loads K itself" in lost(marks)[0][1]
+    kind, words = lost(marks)[0]
+    assert kind == "result"
+    assert words.startswith(said)
 
 
 def test_tiles_that_are_too_large(path):
@@ -216,13 +221,9 @@ def test_a_homework_folder_is_found(tmp_path):
     assert where.name == "softmax_matmul.py"
     assert "imports neither triton nor jax" in marks.marks[0].words
     out = tmp_path / "results.json"
-    words = ["exercise", "grade", str(tmp_path / "b"), "--gradescope", str(out)]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    whole = json.loads(out.read_text())
-    assert whole["tests"][0]["name"] == "kernel-softmax-matmul: runs"
-    done = CliRunner().invoke(app, ["exercise", "grade", str(tmp_path), "--gradescope", str(out)])
-    assert done.exit_code != 0
+    grade(tmp_path / "b", "--gradescope", out)
+    assert json.loads(out.read_text())["tests"][0]["name"] == "kernel-softmax-matmul: runs"
+    grade(tmp_path, "--gradescope", out, code=2)
 
 
 def a_class(folder, **files):
@@ -260,10 +261,8 @@ FLASH = "flash_attention/flash_attention.py"
 def test_no_student_of_a_class_vanishes(tmp_path, full_marks):
     a_class(tmp_path, ann=FLASH, bob="flash_attn.py", cy=None, __MACOSX=None)
     (tmp_path / "dan.zip").write_text("")
-    words = ["exercise", "grade", str(tmp_path), "--exercise", "kernel-forward"]
-    done = CliRunner().invoke(app, [*words, "--csv"])
-    assert done.exit_code == 0, done.output
-    rows = list(csv.DictReader(done.stdout.splitlines()))
+    done = grade(tmp_path, "--exercise", "kernel-forward", "--csv")
+    rows = csv_rows(done)
     totals = {row["file"]: row["points"] for row in rows if row["exercise"] == "total"}
     assert totals == {"ann": "100", "bob": "0", "cy": "0"}
     why = {row["file"]: row["why"] for row in rows}
@@ -274,9 +273,9 @@ def test_no_student_of_a_class_vanishes(tmp_path, full_marks):
 
 def test_the_marks_of_a_class_add_up(tmp_path, full_marks):
     a_class(tmp_path, ann=FLASH, bob=FLASH)
-    done = CliRunner().invoke(app, ["exercise", "grade", str(tmp_path), "--csv", "--jobs", "1"])
+    done = grade(tmp_path, "--csv", "--jobs", 1)
     assert full_marks == [1]
-    rows = list(csv.DictReader(done.stdout.splitlines()))
+    rows = csv_rows(done)
     assert len(rows) == 2 * (3 + 1)
     for row in rows:
         parts = ("results", "safe", "on chip", "bytes")
@@ -290,11 +289,9 @@ def test_exercises_are_chosen_and_files_graded_at_once(tmp_path, full_marks, mon
     a_class(tmp_path, ann=FLASH, bob=FLASH)
     (tmp_path / "ann/tests").mkdir()
     both = ("--exercise", "kernel-forward", "--exercise", "kernel-causal")
-    words = ["exercise", "grade", str(tmp_path), *both, "--csv", "--jobs", "4"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
+    done = grade(tmp_path, *both, "--csv", "--jobs", 4)
     assert full_marks[0] > 1
-    rows = list(csv.DictReader(done.stdout.splitlines()))
+    rows = csv_rows(done)
     chosen = ["kernel-forward", "kernel-causal"]
     assert [row["exercise"] for row in rows] == [*chosen, homework.TESTS, "total", *chosen, "total"]
     assert "graded for kernel-forward, kernel-causal, as --exercise says" in done.stderr
@@ -303,9 +300,7 @@ def test_exercises_are_chosen_and_files_graded_at_once(tmp_path, full_marks, mon
 def test_a_misplaced_file_gets_no_points_on_gradescope(tmp_path):
     (tmp_path / "flash.py").write_text("")
     out = tmp_path / "results.json"
-    words = ["exercise", "grade", str(tmp_path), "--exercise", "kernel-forward"]
-    done = CliRunner().invoke(app, [*words, "--gradescope", str(out)])
-    assert done.exit_code == 0, done.output
+    grade(tmp_path, "--exercise", "kernel-forward", "--gradescope", out)
     told = json.loads(out.read_text())
     assert told["score"] == 0
     assert f"{FLASH} is missing; found flash.py" in told["tests"][0]["output"]
@@ -314,10 +309,7 @@ def test_a_misplaced_file_gets_no_points_on_gradescope(tmp_path):
 def test_a_folder_without_any_exercises_file_is_an_error_on_gradescope(tmp_path):
     (tmp_path / "flash.py").write_text("")
     out = tmp_path / "results.json"
-    words = ["exercise", "grade", str(tmp_path), "--gradescope", str(out)]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 2
-    said = " ".join(done.stderr.split())
+    said = " ".join(grade(tmp_path, "--gradescope", out, code=2).stderr.split())
     assert "contains a file of an exercise; flashsim looked for" in said
     for one in homework.exercises_of([]):
         assert one.path in said
@@ -446,9 +438,7 @@ def test_a_process_of_its_own(tmp_path):
         file = tmp_path / f"{name}.py"
         file.write_text(f"# flashsim exercise: kernel-forward\n{source}{more}")
         out = tmp_path / f"{name}.json"
-        words = ["exercise", "grade", str(file), "--json", "--timeout", str(limit)]
-        done = CliRunner().invoke(app, [*words, "--gradescope", str(out)])
-        assert done.exit_code == 0, done.output
+        done = grade(file, "--json", "--timeout", limit, "--gradescope", out)
         scored = json.loads(out.read_text())
         first = json.loads(done.stdout[: done.stdout.rindex("}") + 1])["marks"][0]
         assert (scored["score"] == 100) == (not kind)
