@@ -44,7 +44,8 @@ class Bench:
     @contextmanager
     def kernel(self, name: str) -> Iterator[Sram]:
         """Yield an empty SRAM with the device's capacity for one kernel; record the transfers."""
-        sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
+        stage = Stage(name, "queries", (), dense=True)
+        sram = Sram(self.hbm, self.schedule, stage, self.device, record=True)
         yield sram
         events = sram.done().events
         for event in events[np.isin(events["op"], TRANSFERS)]:
@@ -53,9 +54,7 @@ class Bench:
 
     def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
         """Yield each row tile's number and rows. The SRAM is emptied after each row tile."""
-        for i in range(self.schedule.t_r):
-            with sram.step(i):
-                yield i, self.schedule.row_slice(i)
+        return sram.steps()
 
     def visits(self, sram: Sram, i: int) -> Iterator[slice]:
         """Yield the columns of each score tile in row tile `i`, then free the loaded data."""
