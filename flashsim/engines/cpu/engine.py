@@ -185,8 +185,6 @@ class _CpuPass:
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs) and not alone
         #: The arrays that a kernel writes: its results, or float32 numbers that are rounded later.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
-        #: Panels of one register, for the decode kernel (a forward pass with one query per head).
-        self.narrow = heuristics.narrow(self.cpu, p.compute_dtype) if alone else None
         usual = heuristics.USUAL["decode" if alone else self.direction]
         self.tiling = heuristics.tiling(
             p, job.tiling, job.device, job.algorithm, self.direction, usual
@@ -260,10 +258,10 @@ class _CpuPass:
         out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
         arrays = *self.operands(job.q, job.k, job.v), self.flat(out), lse.reshape(-1)
-        if self.narrow is None:
-            self.run("forward", *arrays)
+        if _is_one(p, "forward"):
+            self.run("forward", *arrays, self._parts(), decode=True)
         else:
-            self.run("forward", self.narrow, *arrays, self._parts(), decode=True)
+            self.run("forward", *arrays)
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:

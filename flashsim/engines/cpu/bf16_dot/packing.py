@@ -53,6 +53,7 @@ def pair_at(X, at, step, count):
     return pair
 
 
+@part
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
     """Copy rows of X to the rows of a left operand; two neighbours in a row of X form a pair."""
     row, begin = pair_tiles_of(d), 0
@@ -86,11 +87,13 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     return Left(room, 0, row, 1)
 
 
+@part
 def turned(cpu, left, room, row, X, x0, n, d):
     """Pack the columns of X as a left operand; two neighbours in a column form a pair."""
     return left_of_columns(cpu, room, 0, row, row, X, x0, n, d, None)
 
 
+@part
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
     """Copy rows of X to lanes of panels, as a right operand for a sum over d.
 
@@ -110,6 +113,7 @@ def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
                 panels[to + x * w] = pair_at(X, x0 + r * d + 2 * x, 1, count)
 
 
+@part
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
     """Copy columns of X to `stride` lanes of a right operand, for a sum over the rows of X."""
     for r in range(pair_tiles_of(n)):
@@ -118,6 +122,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
             out[r * stride + x] = pair_at(X, x0 + 2 * r * d + x, d, count)
 
 
+@part
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
     """Write lanes of panels to rows of X, each times a factor and rounded to bfloat16."""
     for r in range(0, n, cpu.width):

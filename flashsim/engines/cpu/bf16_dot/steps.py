@@ -16,6 +16,7 @@ from flashsim.engines.cpu.primitives.arrays import rest
 from flashsim.engines.cpu.primitives.inline_jit import part
 
 
+@part
 def scaled(cpu, S, rows, plain, scales):
     """Return the factor by which the softmax must multiply the scores S, as an array.
 
@@ -29,6 +30,7 @@ def scaled(cpu, S, rows, plain, scales):
     return rest(scales, 1)
 
 
+@part
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
     """Round a panel to a right operand of pairs; return its array, offset and stride."""
     pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
@@ -36,6 +38,7 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
     return P, 0, cpu.width
 
 
+@part
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
     """Compute P from scores, and keep P until `weigh` multiplies it by V (see `operands`)."""
     O, m, l, alpha = sums
@@ -77,11 +80,13 @@ def clear_pairs(cpu, P, p0, rows):
         P[at] = 0
 
 
+@part
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
     """Store dS as a left operand, rounded to bfloat16; two neighbouring lanes form a pair."""
     pairs_of_lanes(cpu, dS, s0, ld, rows, left, s0 // 2, row)
 
 
+@part
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
     """Compute dS K without the scale, before this thread's turn to add to dQ."""
     for x in range(0, padded, cpu.width):
@@ -91,6 +96,7 @@ def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
         )
 
 
+@part
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scales, is_last, counter):
     """Add the scale times dS K, which `prepare_dq` has computed, to dQ."""
     for x in range(0, padded, cpu.width):
