@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from flashsim.algorithms.functions import (
-    NOTHING,
-    Chain,
-    Values,
-    apply_mask,
-    apply_score,
-    score_derivative,
-)
+from flashsim.algorithms import functions
 from flashsim.algorithms.hbm import Hbm, Tensor
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.sram import Sram
@@ -42,10 +35,10 @@ def score_tile(
     K_j: np.ndarray,
     visit: Visit,
     *,
-    own: Values = NOTHING,
+    own: functions.Values = functions.NOTHING,
     member: int | None = None,
     gated: bool = False,
-) -> tuple[np.ndarray, Chain]:
+) -> tuple[np.ndarray, functions.Chain]:
     """Compute S_ij = score_mod(softcap(scale Q_i K_j^T) + bias), with masked scores at -inf.
 
     `own` holds the row tile's captured elements, which a Q-outer loop has loaded. The function
@@ -65,10 +58,10 @@ def score_tile(
         S_ij *= p.softcap
     if p.bias is not None:
         S_ij += sram.load(sram.hbm.bias, visit.rows, visit.cols, member=member)
-    chain = apply_score(sram, visit, S_ij, own, member)._replace(cap=gate)
+    chain = functions.apply_score(sram, visit, S_ij, own, member)._replace(cap=gate)
     if (keep := visit.keep) is not None:
         S_ij[..., ~keep] = -np.inf
-    apply_mask(sram, visit, S_ij, own, member)
+    functions.apply_mask(sram, visit, S_ij, own, member)
     return sram.rounded("S", S_ij), chain
 
 
@@ -78,7 +71,7 @@ def score_gradient(
     dO_i: np.ndarray,
     V_j: np.ndarray,
     delta_i: np.ndarray | None,
-    chain: Chain,
+    chain: functions.Chain,
     dL_i: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T; dS overwrites the dP tile.
@@ -96,7 +89,7 @@ def score_gradient(
         if dL_i is not None:
             delta_i -= dL_i
     dS_ij = np.multiply(P_ij, dP_ij - delta_i[..., None], out=dP_ij)
-    score_derivative(sram, chain, dS_ij)
+    functions.score_derivative(sram, chain, dS_ij)
     if chain.cap is None:
         return dS_ij, dS_ij
     dbias_ij = dS_ij.copy()

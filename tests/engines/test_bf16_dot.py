@@ -349,9 +349,9 @@ def test_p_waits_for_its_product_with_v(case, monkeypatch):
     def scale(cpu, O, o0, ld, rows, factors, f0):
         O.reshape(-1, w)[...] *= factors
 
-    monkeypatch.setattr(steps, "online_softmax_pairs", step)
+    monkeypatch.setattr(operations, "online_softmax_pairs", step)
     monkeypatch.setattr(steps, "product_add", product)
-    monkeypatch.setattr(steps, "scale_lanes", scale)
+    monkeypatch.setattr(operations, "scale_lanes", scale)
     cpu, V = registers.Plain(w), packing.Left(None, 0, n // 2, 1)
     O, P, ones = np.zeros(d * w), np.full(n // 2 * w, 7, np.uint32), np.ones(1, np.float32)
     m, l, alpha = np.full(w, -np.inf, np.float32), *np.ones((2, w), np.float32) * [[0], [1]]

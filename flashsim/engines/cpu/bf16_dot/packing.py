@@ -8,13 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot import operations
 from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
-from flashsim.engines.cpu.bf16_dot.operations import (
-    copy_pairs,
-    transpose_columns,
-    transpose_panel,
-    transpose_rows,
-)
 from flashsim.engines.cpu.micro_kernels.plain import bits_of
 from flashsim.engines.cpu.primitives.arrays import rest
 from flashsim.engines.cpu.primitives.inline_jit import hot_part, part
@@ -59,7 +54,7 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
     row, begin = pair_tiles_of(d), 0
     out = rest(room, first * row)
     if d == 2 * row:  # whole tiles
-        copy_pairs(cpu, out, 0, row, X, x0, n, row)
+        operations.copy_pairs(cpu, out, 0, row, X, x0, n, row)
         begin = n
     for r in range(begin, tiles_of(n)):
         for x in range(row):
@@ -72,7 +67,7 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     """Copy columns of X to the rows of a left operand; two neighbours in a column form a pair."""
     out, full, begin = rest(room, first // 2), n // 2, 0
     if n == 2 * block and d % SIDE == 0:  # whole tiles
-        transpose_columns(cpu, out, 0, row, X, x0, d, block, d)
+        operations.transpose_columns(cpu, out, 0, row, X, x0, d, block, d)
         begin = d
     for x in range(begin, d):
         to = x * row
@@ -105,7 +100,9 @@ def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
         begin = 0
         if 2 * pairs == d:  # whole tiles
             begin = min(w, n - p * w) // SIDE * SIDE
-            transpose_rows(cpu, panels, p * pairs * w, X, x0 + p * w * d, d, begin, pairs)
+            operations.transpose_rows(
+                cpu, panels, p * pairs * w, X, x0 + p * w * d, d, begin, pairs
+            )
         for c in range(begin, w):
             r, to = p * w + c, p * pairs * w + c
             for x in range(pairs):
@@ -141,7 +138,7 @@ def unpack_bits(cpu, panel, X, x0, n, d, factors):
     begin = 0
     if d % SIDE == 0:  # whole tiles
         begin = n // SIDE * SIDE
-        transpose_panel(cpu, panel, 0, X, x0, d, factors, 0, begin, d)
+        operations.transpose_panel(cpu, panel, 0, X, x0, d, factors, 0, begin, d)
     for row in range(begin, n):
         for x in range(d):
             X[x0 + row * d + x] = np.uint16(bits_of(panel[x * cpu.width + row] * factors[row]))
