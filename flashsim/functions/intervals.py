@@ -68,13 +68,21 @@ class Bounds:
 
     def every(self, ranges: Mapping[str, Interval]) -> list[Interval]:
         """Return bounds of all nodes, from each argument's first and last values."""
-
-        def leaf(n: int, node: Node, args: list[Interval]) -> Interval:
-            if node.op == "arg":
-                return ranges[node.value]
-            return _known(node, *self._load(n, node, args))
-
-        return _every(self.graph.nodes, leaf)
+        found: list[Interval] = []
+        with np.errstate(all="ignore"):
+            for n, node in enumerate(self.graph.nodes):
+                args = [found[a] for a in node.args]
+                if node.op == "arg":
+                    found.append(ranges[node.value])
+                elif node.op == "const":
+                    value = np.asarray(node.value, np.float64 if node.kind == FLOAT else np.int64)
+                    found.append((value, value))
+                elif node.op == "load":
+                    found.append(_known(node, *self._load(n, node, args)))
+                else:
+                    kinds = [self.graph.nodes[a].kind for a in node.args]
+                    found.append(_bounds(node, args, kinds))
+        return found
 
     def _load(self, n: int, node: Node, args: list[Interval]) -> Interval:
         """Return bounds of a loaded element, from the range of the index that depends on q or k."""
@@ -235,27 +243,18 @@ def _whole_tiles(extents: Mapping[str, int]) -> dict[str, int]:
 
 def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Interval]:
     """Return bounds of each node over all indices, all scores and all values of captured arrays."""
-
-    def leaf(n: int, node: Node, args: list[Interval]) -> Interval:
-        if node.op == "arg" and node.value in extents:
-            return np.asarray(0), np.asarray(extents[node.value] - 1)
-        return _unknown(node, ())
-
-    return _every(nodes, leaf)
-
-
-def _every(nodes: tuple[Node, ...], leaf: Callable[..., Interval]) -> list[Interval]:
-    """Return bounds of all nodes; ``leaf(n, node, args)`` returns those of an argument or load."""
     found: list[Interval] = []
     with np.errstate(all="ignore"):
-        for n, node in enumerate(nodes):
-            args = [found[a] for a in node.args]
-            if node.op in ("arg", "load"):
-                found.append(leaf(n, node, args))
+        for node in nodes:
+            if node.op == "arg" and node.value in extents:
+                found.append((np.asarray(0), np.asarray(extents[node.value] - 1)))
             elif node.op == "const":
                 value = np.asarray(node.value, np.float64 if node.kind == FLOAT else np.int64)
                 found.append((value, value))
+            elif node.op in ("arg", "load"):
+                found.append(_unknown(node, ()))
             else:
+                args = [found[a] for a in node.args]
                 found.append(_bounds(node, args, [nodes[a].kind for a in node.args]))
     return found
 
