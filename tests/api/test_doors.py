@@ -339,6 +339,10 @@ HUGE = np.array([[2**64 - 1]], np.uint64)
 
 
 REFUSED = refusals(r"""
+load_sample("layer1") -> OptionError: unknown sample 'layer1'; choose from layer0, layer5
+load_sample_trace("h200") -> OptionError: unknown trace 'h200'; ... choose from h200-forward
+warm(direction="sideways") -> OptionError: unknown direction 'sideways'
+warm(algorithm="flash1") -> OptionError: unknown algorithm 'flash1'
 compare(X, X, X, backward_tiling=T) -> OptionError: pass dout
 flashsim.sweep(range(1, 10**18)) -> OptionError: n_q has more than 10,000,000 points
 flashsim.sweep(itertools.count(1)) -> OptionError: n_q has more than 10,000,000 points
