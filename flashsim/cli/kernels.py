@@ -305,7 +305,7 @@ class _Arrays:
                 "q has two axes, so it has one batch entry and one head; pass --batch 1 --heads 1"
             )
         array = self.inputs[name] if name in self.inputs else self.results[name]
-        if self.ndim < 4:
+        if self.ndim in (2, 3):
             kept = array.shape[array.ndim - (1 if name in ("L", "delta") else 2) :]
             array = array.reshape(kept if self.ndim == 2 else (-1, *kept))
         elif self.layout == "bnhd" and array.ndim == 4:

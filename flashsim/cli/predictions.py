@@ -286,7 +286,7 @@ def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:
 
 
 @dataclass(frozen=True)
-class Group:
+class Distributed:
     """Options for the GPUs of a group and their links: arguments of `studies.predict.spread`."""
 
     panel = "How"
@@ -311,7 +311,7 @@ class Group:
 def ring(
     sizes: opt.Sizes = _LONG,
     causal: opt.Causal = False,
-    group: Group = Group(),
+    group: Distributed = Distributed(),
     rank: int | None = option(None, "Show the steps of this rank (GPU).", panel=OUTPUT),
     out: Path | None = option(None, "Animation to write: .gif, .mp4 or .html.", "-o", panel=OUTPUT),
 ) -> Tables:
