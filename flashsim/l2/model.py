@@ -13,11 +13,10 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import UnsupportedError, own_errors
 from flashsim.l2.captured import LINE, LINED
 from flashsim.l2.curve import Curve
-from flashsim.l2.launch import L2Model
-from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
+from flashsim.l2.launch import L2Model, Launch
+from flashsim.l2.requests import Stream, TileNumbers, stream
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
-from flashsim.schedule import plans
 
 OPS = ("read", "write", "pending")
 
@@ -158,11 +157,12 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     """
     model = _model(requested, model)
     r, whole = requested, model.ways is None
-    tiles = _tiles(r)
+    tiles = TileNumbers.of(r)
     cache = _WholeTiles(tiles, r.device) if whole else _Sets(tiles, r.device, model)
     stages: list[StageDram] = []
     for stage in r.stages:
-        part = _stream(r, stage, tiles, model, cache.copy() if isinstance(cache, _Sets) else None)
+        waited_for = cache.copy() if isinstance(cache, _Sets) else None
+        part = stream(Launch(model, r, stage), tiles, waited_for)
         read, written = cache.replay(part)
         last = len(stages) + 1 == len(r.stages)
         # Otherwise the next kernel may still use the dirty lines.
@@ -200,27 +200,10 @@ def _model(requested: Traffic, model: L2Model | None) -> L2Model:
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
 
 
-def _tiles(requested: Traffic) -> TileNumbers:
-    r = requested
-    return numbers_of(r.problem, r.schedule(r.stages[0]), r.algorithm, r.direction)
-
-
 def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[Stream]]:
     """Return the tiles and every stage's requests, of visits that do not wait for lines."""
-    tiles = _tiles(requested)
-    return tiles, (_stream(requested, stage, tiles, model) for stage in requested.stages)
-
-
-def _stream(
-    requested: Traffic,
-    stage: plans.Stage,
-    tiles: TileNumbers,
-    model: L2Model,
-    cache: tuple[np.ndarray, ...] | None = None,
-) -> Stream:
-    r = requested
-    given = r.algorithm, r.direction, r.device, model
-    return stream(stage, r.schedule(stage), tiles, *given, cache)
+    tiles = TileNumbers.of(requested)
+    return tiles, (stream(Launch(model, requested, stage), tiles) for stage in requested.stages)
 
 
 class _WholeTiles:

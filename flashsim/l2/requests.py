@@ -8,14 +8,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from flashsim.counts.traffic import Traffic
 from flashsim.errors import UnsupportedError, require_numba
 from flashsim.l2 import captured
-from flashsim.l2.launch import L2Model
+from flashsim.l2.launch import Launch
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.dq_order import turns
-from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Csr, Schedule
 from flashsim.schedule.tables import MASKED
 from flashsim.schedule.tensors import (
@@ -78,6 +78,14 @@ class TileNumbers:
             sizes.append(np.tile(self._sizes(name, tensor), owners) if lines is None else lines)
         self.size = np.concatenate(sizes)
 
+    @classmethod
+    def of(cls, requested: Traffic) -> TileNumbers:
+        """Return numbers for the tiles of each tensor that a pass loads, stores or reduces."""
+        r, ops = requested, ("load", "store", "reduce")
+        used = plans.tensors_of(r.problem, r.algorithm, r.direction, *ops)
+        names = [*dict.fromkeys(map(captured.lined, used))]
+        return cls(r.problem, r.schedule(r.stages[0]), names)
+
     def matrices(self, tensor: TensorShape) -> int:
         """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
         members = self.schedule.members if tensor.owner == QUERY else 1
@@ -111,12 +119,6 @@ class TileNumbers:
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
-def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
-    """Return numbers for the tiles of each tensor that the pass loads, stores or reduces."""
-    used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
-    return TileNumbers(problem, schedule, [*dict.fromkeys(map(captured.lined, used))])
-
-
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
     """Return the number of tiles that one kernel requests, summed over all heads.
 
@@ -132,8 +134,9 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
         outers, divided = schedule.t_r if stage.outer == "queries" else schedule.t_c, 0
         visits = schedule.t_r * schedule.t_c if stage.per == "bias" else schedule.sums.visits
     ends = (outers - divided) * whole + divided * rest
-    repeat, stride = heads_of(stage, schedule.problem)
-    return repeat * (outers * before + ends + _members(stage, schedule, stride) * visits * each)
+    members = plans.members_of(stage, schedule.problem, schedule.split)
+    repeat, _ = plans.heads_of(stage, schedule.problem)
+    return repeat * (outers * before + ends + members * visits * each)
 
 
 def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
@@ -155,20 +158,8 @@ def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
     return stage.before, stage.visit, tuple(m for m in stage.after if m not in partial), partial
 
 
-def _members(stage: plans.Stage, schedule: Schedule, group: int) -> int:
-    """Return the number of query heads that a key head's thread block processes in sequence."""
-    return group if stage.per == "group" and schedule.members == 1 else 1
-
-
 def stream(
-    stage: plans.Stage,
-    schedule: Schedule,
-    tiles: TileNumbers,
-    algorithm: str,
-    direction: str,
-    device: Device,
-    model: L2Model,
-    cache: tuple[np.ndarray, ...] | None = None,
+    launch: Launch, tiles: TileNumbers, cache: tuple[np.ndarray, ...] | None = None
 ) -> Stream:
     """Return one kernel's requests to L2, interleaved as thread blocks would issue requests.
 
@@ -185,43 +176,35 @@ def stream(
     require_numba("the model of the L2 cache")
     from flashsim.l2.interleave import weave
 
-    p, merges = schedule.problem, stage.parts == "merges"
-    touched = captured.Requests(schedule, len(tiles.size))
-    parts = [_requests(tiles, stage, moves, touched, merges=merges) for moves in _moves(stage)]
-    before, each, whole, part = map(len, parts)
-    _, stride = heads_of(stage, p)
-    members = _members(stage, schedule, stride)
-    if stage.per == "bias":
-        stride = 1
-    n = requests(stage, schedule)
+    stage, schedule, model = launch.stage, launch.schedule, launch.model
+    p, n = schedule.problem, requests(stage, schedule)
     if n > MOST_REQUESTS:
         raise _too_many(stage, n)
+    touched = captured.Requests(schedule, len(tiles.size))
+    parts = [_requests(tiles, stage, moves, touched) for moves in _moves(stage)]
+    members = plans.members_of(stage, p, schedule.split)
     ptr, inner, masked, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
     if model.launch == "in-turns" and any(move.op == "reduce" for move in stage.visit):
         columns, ranks = turns(ptr, inner)
         waiting = p.batch * p.heads, schedule.t_r
-    walks, outers = model.order(stage, schedule, np.diff(ptr), device, columns)
-    wave = model.waves(stage, schedule, len(ptr) - 1, device, len(walks))
+    walks, outers = launch.order(np.diff(ptr), columns)
+    wave = launch.waves(len(ptr) - 1, len(walks))
     in_step = model.walk == "in-step" and stage.outer == "keys" and not len(ranks)
     flipped = (wave % 2 == (not in_step)) & (in_step or model.walk == "sawtooth")
     cluster = model.cluster if stage.outer == "keys" and stage.visit and not len(ranks) else 1
     walks, outers, flipped = (np.repeat(x, cluster) for x in (walks, outers, flipped))
-    slots = min(model.slots(stage, schedule, device), len(walks))
-    share = model.shares(stage, schedule, device, algorithm, direction)
+    slots, share = min(launch.slots, len(walks)), launch.shares()
     wait = 0.0 if cache is None else share.wait
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
-    table, edges = (
-        [row for part in parts for row in part],
-        np.cumsum([0, before, each, whole, part]),
-    )
+    table, edges = [row for part in parts for row in part], np.cumsum([0, *map(len, parts)])
     written = weave(
         *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32), masked * share.masked),
         *(tile_of.astype(np.int32), several),
         *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage, schedule.members)),
-        *(stride, members, in_step, flipped, cluster),
+        *(1 if stage.per == "bias" else launch.stride, members, in_step, flipped, cluster),
         *(np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
-        *(np.arange(slots), model.sides(slots, device), _pace(slots, device)),
+        *(np.arange(slots), model.sides(slots, launch.device), _pace(slots, launch.device)),
         *(share.jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), share.turn),
@@ -312,8 +295,6 @@ def _requests(
     stage: plans.Stage,
     moves: Iterable[plans.Move],
     touched: captured.Requests,
-    *,
-    merges: bool,
 ) -> list[tuple[int, ...]]:
     """Return the table of requests for `weave`, with one row per move between HBM and SRAM.
 
@@ -328,7 +309,7 @@ def _requests(
         elif move.transfers:
             its = tiles.tensors[move.tensor]
             numbering = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
-            axis = COL if merges and its.axis == PART else its.axis
+            axis = COL if stage.parts == "merges" and its.axis == PART else its.axis
             rows.append((move.code, axis, its.owner, *numbering))
     return rows
 
