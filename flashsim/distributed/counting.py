@@ -107,7 +107,7 @@ class MemberSizes:
         self.wide = self.a if self.merges_wide else self.e
 
     def __call__(self, tensors: str, n: int, itemsize: int) -> int:
-        """Return the bytes of `n` rows of tensors, such as "KV", or of their gradients; "O": out."""
+        """Return the bytes of `n` rows of tensors, such as "KV", or their gradients; "O": out."""
         return sum(self.elements[name] for name in tensors) * n * itemsize
 
 
