@@ -124,7 +124,7 @@ def test_what_dq_adds_beside_dk_and_dv():
     fewest = replace(few, batch=2)
     adds = {}
     for name, shape in (("some", p), ("few", few), ("fewest", fewest)):
-        alone = model.stage_seconds(*_launch(shape, "dq"), CALIBRATED["hopper"]["dq"])[0]
+        alone = model.stage_seconds(_works(shape, "dq"), CALIBRATED["hopper"]["dq"])[0]
         adds[name] = predict(shape, direction="backward").stages[-1].seconds / alone
     assert adds["some"] < 0.8  # most SMs have nothing else to do
     # 68 SMs are idle; 60 of 128 blocks have a tile each by their numbers, and begin last.
@@ -140,11 +140,10 @@ def test_a_block_that_waits_for_an_sm_holds_its_first_tile_back():
     assert model._held_back([3.0, 1.0], 2, 1, [0.0, 5.0]) == 7  # 3 3 1 | 1 at 5, head by head
 
 
-def _launch(p, stage):
-    """A launch of Hopper's three passes, its work and traffic."""
+def _works(p, stage):
+    """The work of a stage of Hopper's three passes."""
     passes, traffic = model._prepare(p, "backward", "flash2", "hopper", None, Device.get("H200"))
-    one = next(one for one in passes if one.stage.name == stage)
-    return one, model.works_of(one, traffic), traffic
+    return model.works_of(next(one for one in passes if one.stage.name == stage), traffic)
 
 
 def test_blocks_that_share_an_sm_wait_side_by_side():
@@ -365,9 +364,9 @@ def test_the_first_tiles_of_a_wave_wait_for_hbm():
     passes, traffic = model._prepare(p, "forward", "flash2", "hopper", tiling, H200)
     q_o, k_v, lse = 2 * 132 * 256 * 128 * 2, 2 * 132 * 704 * 128 * 2, 132 * 256 * 4
     none = Constants(launch=0.0)
-    one, works = passes[0], model.works_of(passes[0], traffic)
+    works = model.works_of(passes[0], traffic)
     assert works[-1].visits.tolist() == [4, 4]
-    seconds, last, _, hbm = model.stage_seconds(one, works, traffic, none)
+    seconds, last, _, hbm = model.stage_seconds(works, none)
     assert hbm == pytest.approx((q_o + k_v + lse) / (FORWARD_SHARE * H200.hbm_bandwidth))
     alone = (q_o + lse + k_v / 4) / 2 / (FORWARD_SHARE * H200.hbm_bandwidth)
     assert seconds == pytest.approx(alone + (last**6 + (hbm - alone) ** 6) ** (1 / 6))
