@@ -14,7 +14,7 @@ from flashsim.errors import UnsupportedError, own_errors
 from flashsim.l2.captured import LINE, LINED
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model, Launch
-from flashsim.l2.requests import Stream, TileNumbers, stream
+from flashsim.l2.requests import SetCache, Stream, TileNumbers, stream
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 
@@ -265,45 +265,36 @@ class _Sets:
                 n = its.stop - its.start
                 some = rng.permutation(n)[: max(round(n * sets / all_sets), LEAST_CAPTURED)]
                 lines[its] = np.bincount(some, minlength=n)
-        self.first = np.concatenate([[0], np.cumsum(lines)])
-        count = int(self.first[-1])
-        self.places = rng.integers(sets, size=count, dtype=np.int32)
-        self.homes = rng.integers(parts, size=count, dtype=np.uint8)
-        self.tile_of = np.repeat(np.arange(len(lines), dtype=np.int32), lines)
-        self.shape = parts, sets, model.ways
+        first = np.concatenate([[0], np.cumsum(lines)])
+        count = int(first[-1])
+        places = rng.integers(sets, size=count, dtype=np.int32)
+        homes = rng.integers(parts, size=count, dtype=np.uint8)
+        tile_of = np.repeat(np.arange(len(lines), dtype=np.int32), lines)
+        self.cache = SetCache.empty(first, places, homes, tile_of, (parts, sets, model.ways))
         per_tensor, nbytes = tiles.by_tensor(lines), tiles.by_tensor(tiles.size)
         self.bytes_a_line = {name: nbytes[name] / n for name, n in per_tensor.items()}
         # A captured array's tiles are its lines, and the last line of an array may be shorter.
         listed = {name: tiles.range_of(name) for name in tiles.names if name in LINED}
         self.whole = {name: its for name, its in listed.items() if lines[its].all()}
-        self._empty()
 
-    def _empty(self) -> None:
-        self.held, self.touched = np.full(self.shape, -1, np.int32), np.zeros(self.shape, np.int64)
-        self.dirty, self.clock = np.zeros(self.shape, bool), np.zeros(1, np.int64)
-
-    def copy(self) -> tuple[np.ndarray, ...]:
-        """Return arguments of `caches.replay_sets`, with copies of the cache's state."""
-        state = (x.copy() for x in (self.held, self.touched, self.dirty, self.clock))
-        counts = np.zeros((2, len(self.tiles.size)), np.int64)
-        return self.first, self.places, self.homes, self.tile_of, *state, *counts
+    def copy(self) -> SetCache:
+        """Return a copy of the cache and its state."""
+        return SetCache(*(x.copy() for x in self.cache))
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
         """Replay a kernel's requests; return the DRAM bytes read and written, by tensor."""
         from flashsim.l2.caches import replay_sets
 
         fetched, lost = np.zeros((2, len(self.tiles.size)), np.int64)
-        replay_sets(
-            *(part.ids, part.codes, self.first, self.places, self.homes, self.tile_of),
-            *(self.held, self.touched, self.dirty, self.clock, fetched, lost),
-        )
+        replay_sets(part.ids, part.codes, self.cache._replace(fetched=fetched, lost=lost))
         return self._bytes(fetched), self._bytes(lost)
 
     def drain(self) -> dict[str, int]:
         """Empty the cache, and return the dirty bytes by tensor."""
-        lines = self.held[self.dirty & (self.held >= 0)]
-        dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
-        self._empty()
+        c = self.cache
+        lines = c.held[c.dirty & (c.held >= 0)]
+        dirty = np.bincount(c.tile_of[lines], minlength=len(self.tiles.size))
+        self.cache = SetCache.empty(*c[:4], c.held.shape)
         return self._bytes(dirty)
 
     def _bytes(self, lines: np.ndarray) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,42 @@ class Stream:
     stage: plans.Stage
     ids: np.ndarray
     codes: np.ndarray
+
+
+class SetCache(NamedTuple):
+    """A set-associative cache with partitions, for `caches.replay_sets`: lines, state and counts.
+
+    Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``. Each line has a set
+    (`place_of`, int32), a home partition (`home_of`, uint8) and a tile (`tile_of`, int32). The
+    state has the shape (partitions, sets, ways): `held`, int32, is a line number, or -1 if empty;
+    `touched`, int64, is the time of its last use by `clock`, int64 (1,); `dirty` is bool. Each
+    tile's DRAM reads are added to `fetched`, and DRAM writes to `lost`, int64 (tiles,), in lines.
+    """
+
+    first: np.ndarray
+    place_of: np.ndarray
+    home_of: np.ndarray
+    tile_of: np.ndarray
+    held: np.ndarray
+    touched: np.ndarray
+    dirty: np.ndarray
+    clock: np.ndarray
+    fetched: np.ndarray
+    lost: np.ndarray
+
+    @classmethod
+    def empty(
+        cls,
+        first: np.ndarray,
+        place_of: np.ndarray,
+        home_of: np.ndarray,
+        tile_of: np.ndarray,
+        shape: tuple[int, int, int],
+    ) -> SetCache:
+        """Return an empty cache of `shape` (partitions, sets, ways)."""
+        state = np.full(shape, -1, np.int32), np.zeros(shape, np.int64), np.zeros(shape, bool)
+        counts = np.zeros((2, len(first) - 1), np.int64)
+        return cls(first, place_of, home_of, tile_of, *state, np.zeros(1, np.int64), *counts)
 
 
 class TileNumbers:
@@ -158,13 +195,11 @@ def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
     return stage.before, stage.visit, tuple(m for m in stage.after if m not in partial), partial
 
 
-def stream(
-    launch: Launch, tiles: TileNumbers, cache: tuple[np.ndarray, ...] | None = None
-) -> Stream:
+def stream(launch: Launch, tiles: TileNumbers, cache: SetCache | None = None) -> Stream:
     """Return one kernel's requests to L2, interleaved as thread blocks would issue requests.
 
-    `cache` has the arguments of `caches.replay_sets` from `first` on: a cache in which visits find
-    their lines, or wait for them. Its state changes. Without `cache`, visits do not wait.
+    In `cache`, visits find their lines, or wait for them; its state changes. Without `cache`,
+    visits do not wait.
 
     Raises
     ------
@@ -208,7 +243,7 @@ def stream(
         *(share.jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), share.turn),
-        *(wait, *(_no_cache() if cache is None else cache)),
+        *(wait, SetCache.empty(*_NO_LINES, (1, 1, 1)) if cache is None else cache),
     )
     assert written == n
     expanded = touched.expand(ids, codes, MOST_REQUESTS)
@@ -217,24 +252,16 @@ def stream(
     return Stream(stage, *expanded)
 
 
+#: The lines of a cache for no tiles.
+_NO_LINES = np.zeros(1, np.int64), *(np.zeros(0, kind) for kind in (np.int32, np.uint8, np.int32))
+
+
 def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
     return UnsupportedError(
         f"stage {stage.name!r} makes {n:,} tile requests, but the L2 model replays at most "
         f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (bytes per head hardly change "
         "once there are many more blocks than run at once)"
     )
-
-
-def _no_cache() -> tuple[np.ndarray, ...]:
-    """Return arguments of the types that `caches.replay_sets` takes from `first` on."""
-    lines = (
-        np.zeros(1, np.int64),
-        np.zeros(0, np.int32),
-        np.zeros(0, np.uint8),
-        np.zeros(0, np.int32),
-    )
-    held, touched, dirty = (np.zeros((1, 1, 1), kind) for kind in (np.int32, np.int64, bool))
-    return *lines, held, touched, dirty, *np.zeros((3, 1), np.int64)
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
