@@ -270,7 +270,8 @@ class _Sets:
         places = rng.integers(sets, size=count, dtype=np.int32)
         homes = rng.integers(parts, size=count, dtype=np.uint8)
         tile_of = np.repeat(np.arange(len(lines), dtype=np.int32), lines)
-        self.cache = SetCache.empty(first, places, homes, tile_of, (parts, sets, model.ways))
+        shape = parts, sets, model.ways
+        self.cache = SetCache.empty(first, places, homes, tile_of, shape=shape)
         per_tensor, nbytes = tiles.by_tensor(lines), tiles.by_tensor(tiles.size)
         self.bytes_a_line = {name: nbytes[name] / n for name, n in per_tensor.items()}
         # A captured array's tiles are its lines, and the last line of an array may be shorter.
@@ -294,7 +295,7 @@ class _Sets:
         c = self.cache
         lines = c.held[c.dirty & (c.held >= 0)]
         dirty = np.bincount(c.tile_of[lines], minlength=len(self.tiles.size))
-        self.cache = SetCache.empty(*c[:4], c.held.shape)
+        self.cache = SetCache.empty(*c[:4], shape=c.held.shape)
         return self._bytes(dirty)
 
     def _bytes(self, lines: np.ndarray) -> dict[str, int]:

@@ -15,20 +15,10 @@ from flashsim.l2 import captured
 from flashsim.l2.launch import Launch
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.schedule import plans
+from flashsim.schedule import plans, tensors
 from flashsim.schedule.dq_order import turns
 from flashsim.schedule.schedule import Csr, Schedule
 from flashsim.schedule.tables import MASKED
-from flashsim.schedule.tensors import (
-    COL,
-    QUERY,
-    ROW,
-    TABLE_ITEM,
-    TILE,
-    TensorShape,
-    matrices,
-    shape,
-)
 
 #: The most requests of a stage, and the most distinct tiles, to replay: 5 B and 40 B each.
 MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000
@@ -71,18 +61,11 @@ class SetCache(NamedTuple):
     lost: np.ndarray
 
     @classmethod
-    def empty(
-        cls,
-        first: np.ndarray,
-        place_of: np.ndarray,
-        home_of: np.ndarray,
-        tile_of: np.ndarray,
-        shape: tuple[int, int, int],
-    ) -> SetCache:
-        """Return an empty cache of `shape` (partitions, sets, ways)."""
+    def empty(cls, *lines: np.ndarray, shape: tuple[int, ...]) -> SetCache:
+        """Return an empty cache of `shape`, for lines with a `first`, place, home and tile."""
         state = np.full(shape, -1, np.int32), np.zeros(shape, np.int64), np.zeros(shape, bool)
-        counts = np.zeros((2, len(first) - 1), np.int64)
-        return cls(first, place_of, home_of, tile_of, *state, np.zeros(1, np.int64), *counts)
+        counts = np.zeros((2, len(lines[0]) - 1), np.int64)
+        return cls(*lines, *state, np.zeros(1, np.int64), *counts)
 
 
 class TileNumbers:
@@ -123,25 +106,25 @@ class TileNumbers:
         names = [*dict.fromkeys(map(captured.lined, used))]
         return cls(r.problem, r.schedule(r.stages[0]), names)
 
-    def matrices(self, tensor: TensorShape) -> int:
+    def matrices(self, tensor: tensors.TensorShape) -> int:
         """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
-        members = self.schedule.members if tensor.owner == QUERY else 1
-        return matrices(self.problem, tensor.owner) // members
+        members = self.schedule.members if tensor.owner == tensors.QUERY else 1
+        return tensors.matrices(self.problem, tensor.owner) // members
 
-    def tiles(self, tensor: TensorShape) -> int:
+    def tiles(self, tensor: tensors.TensorShape) -> int:
         """Return the number of tiles in one matrix of a tensor."""
         t_r, t_c = self.schedule.t_r, self.schedule.t_c
         parts = int(self.schedule.part_counts.sum()) if tensor.axis == PART else 0
-        return {ROW: t_r, COL: t_c, PART: parts}.get(tensor.axis, t_r * t_c)
+        return {tensors.ROW: t_r, tensors.COL: t_c, PART: parts}.get(tensor.axis, t_r * t_c)
 
-    def _sizes(self, name: str, tensor: TensorShape) -> np.ndarray:
-        if tensor.axis == TILE:
+    def _sizes(self, name: str, tensor: tensors.TensorShape) -> np.ndarray:
+        if tensor.axis == tensors.TILE:
             return np.multiply.outer(self.heights, self.widths).ravel() * tensor.width
         if name == "table":
-            return self.schedule.page_counts * TABLE_ITEM
+            return self.schedule.page_counts * tensors.TABLE_ITEM
         if tensor.axis == PART:
             return np.repeat(self.heights, self.schedule.part_counts) * tensor.width
-        return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
+        return (self.heights if tensor.axis == tensors.ROW else self.widths) * tensor.width
 
     def range_of(self, name: str) -> slice:
         """Return the range of a tensor's tile numbers."""
@@ -243,7 +226,7 @@ def stream(launch: Launch, tiles: TileNumbers, cache: SetCache | None = None) ->
         *(share.jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), share.turn),
-        *(wait, SetCache.empty(*_NO_LINES, (1, 1, 1)) if cache is None else cache),
+        *(wait, SetCache.empty(*_NO_LINES, shape=(1, 1, 1)) if cache is None else cache),
     )
     assert written == n
     expanded = touched.expand(ids, codes, MOST_REQUESTS)
@@ -274,9 +257,9 @@ def _pace(slots: int, device: Device) -> np.ndarray:
     return sharing / max(1, sharing.max(initial=1))
 
 
-def _shape(problem: Problem, name: str) -> TensorShape:
+def _shape(problem: Problem, name: str) -> tensors.TensorShape:
     """Return a tensor's layout from `tensors.shape`, but with axis PART for a partial result."""
-    its = shape(problem, name)
+    its = tensors.shape(problem, name)
     return its._replace(axis=PART) if name.endswith("_part") else its
 
 
@@ -336,7 +319,7 @@ def _requests(
         elif move.transfers:
             its = tiles.tensors[move.tensor]
             numbering = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
-            axis = COL if stage.parts == "merges" and its.axis == PART else its.axis
+            axis = tensors.COL if stage.parts == "merges" and its.axis == PART else its.axis
             rows.append((move.code, axis, its.owner, *numbering))
     return rows
 

@@ -103,7 +103,7 @@ def test_sets_and_partitions_equal_caches_written_out(size, asked, parts, sets, 
         for line in range(first[tile], first[tile + 1]):
             brute.access(line, places[line], homes[line], side, code & 3)
     tile_of = np.repeat(np.arange(len(size), dtype=np.int32), size)
-    cache = requests.SetCache.empty(first, places, homes, tile_of, (parts, sets, ways))
+    cache = requests.SetCache.empty(first, places, homes, tile_of, shape=(parts, sets, ways))
     caches.replay_sets(ids, codes, cache)
     assert (cache.fetched.sum(), cache.lost.sum()) == (brute.total("read"), brute.total("written"))
 

@@ -51,7 +51,7 @@ def modelled(kernel, mib, parts):
     places = rng.integers(sets, size=lines, dtype=np.int32)
     homes = rng.integers(parts, size=lines, dtype=np.uint8)
     shape = parts, sets, MODEL.ways
-    cache = SetCache.empty(np.arange(lines + 1), places, homes, ids, shape)
+    cache = SetCache.empty(np.arange(lines + 1), places, homes, ids, shape=shape)
     for _ in ("first", "second"):
         cache.fetched[:] = 0
         replay_sets(asked, (LOAD + SIDE * sides).astype(np.uint8), cache)

@@ -13,16 +13,7 @@ import pytest
 from commands import invoke, ok, refused, rows
 
 import flashsim
-from flashsim import (
-    BackendUnavailable,
-    Device,
-    OptionError,
-    Problem,
-    Tiling,
-    TraceError,
-    UnsupportedError,
-    l2,
-)
+from flashsim import Device, Problem, Tiling, errors, l2
 from flashsim.backends.launch_policy.hopper_kernels import product_columns
 from flashsim.problem.hardware import PRESETS, reported
 from flashsim.problem.masks import BlockMask
@@ -140,7 +131,7 @@ def test_one_launch_a_row():
     ],
 )
 def test_bad_tables_are_refused(text, message):
-    with pytest.raises(TraceError, match=message):
+    with pytest.raises(errors.TraceError, match=message):
         parse(text)
 
 
@@ -190,9 +181,9 @@ def test_other_kernels_are_left_alone():
     forward, _ = predictions()
     launches = [*measured(forward), MeasuredLaunch("ampere_sgemm", 9, {"bytes into SMs": 1.0})]
     assert verify(assign([forward], launches), "title").launches == 1
-    with pytest.raises(TraceError, match="none of the measured kernels"):
+    with pytest.raises(errors.TraceError, match="none of the measured kernels"):
         assign([forward], launches[1:])
-    with pytest.raises(TraceError, match="no kernel has both a predicted"):
+    with pytest.raises(errors.TraceError, match="no kernel has both a predicted"):
         verify(assign([forward], launches), "title").worst("DRAM read")
 
 
@@ -589,7 +580,7 @@ def test_products_that_add_statistics(dtype, more):
 
 def test_without_ncu_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(BackendUnavailable, match="--from FILE"):
+    with pytest.raises(errors.BackendUnavailable, match="--from FILE"):
         command(["program"])
 
 
@@ -619,7 +610,7 @@ def test_a_case_survives_json(case):
 )
 def test_what_a_case_cannot_carry_is_refused(more, name):
     with pytest.raises(
-        UnsupportedError,
+        errors.UnsupportedError,
         match=rf"^the problem sets {name}, which a case cannot have; set only n_q, .*softcap",
     ):
         Case(Problem(32, head_dim=8, **more))
@@ -682,7 +673,7 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
         ),
     ):
         table_of = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in wrong])
-        with pytest.raises(TraceError, match=message):
+        with pytest.raises(errors.TraceError, match=message):
             passes_of(replace(kept, text=table_of))
 
 
@@ -714,7 +705,7 @@ def test_a_gpu_is_known_by_its_name_and_figures(name):
 @pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu[0])
 def test_a_gpu_that_no_preset_describes_is_named(gpu):
     with pytest.raises(
-        OptionError,
+        errors.OptionError,
         match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*choose a GPU with device=",
     ):
         reported(*gpu)
@@ -748,7 +739,8 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
         named = invoke("verify", "-n", 64, "--device", "A100", "--heads", 1)
         assert "on A100" in " ".join(named.output.split())
     with pytest.raises(
-        OptionError, match="backend 'simulator' does not run on a GPU; choose a GPU with device="
+        errors.OptionError,
+        match="backend 'simulator' does not run on a GPU; choose a GPU with device=",
     ):
         record([replace(unnamed, backend="simulator")])
 
@@ -758,10 +750,10 @@ def test_without_a_gpu_nothing_is_predicted_for_one_by_default(monkeypatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def fails(*_):
-        raise BackendUnavailable("no NVIDIA GPU is visible")
+        raise errors.BackendUnavailable("no NVIDIA GPU is visible")
 
     monkeypatch.setattr(cases, "require_cupy", fails)
-    with pytest.raises(BackendUnavailable, match="no NVIDIA GPU"):
+    with pytest.raises(errors.BackendUnavailable, match="no NVIDIA GPU"):
         record([Case(PROBLEM)])
     assert "no NVIDIA GPU" in refused("verify", "--soak", 1)
 
@@ -804,7 +796,8 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
     assert row["counted"] + 2 * 32 == row["predicted"]  # one block: two entries in tables
     counts_beside(kept).write_text('{"cases": [{}]}')
     with pytest.raises(
-        TraceError, match=r"kept.counts.json does not have the format .*to read only kept.csv, rem"
+        errors.TraceError,
+        match=r"kept.counts.json does not have the format .*to read only kept.csv, rem",
     ):
         Record.load(kept)
 
@@ -812,7 +805,7 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
 def test_a_profiler_that_fails_is_quoted(tmp_path, monkeypatch):
     stand_in(tmp_path, "print('ERR_NVGPUCTRPERM'); sys.exit(1)")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BackendUnavailable, match="exit code 1: ERR_NVGPUCTRPERM"):
+    with pytest.raises(errors.BackendUnavailable, match="exit code 1: ERR_NVGPUCTRPERM"):
         record(CASES)
 
 

@@ -30,21 +30,9 @@ from flashsim.schedule.split import check_splits
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.energy import joules
-from flashsim.studies.predict import decode_time
+from flashsim.studies.predict import calibration, decode_time
 from flashsim.studies.predict.blocks import in_launches, makespan
-from flashsim.studies.predict.calibration import (
-    AGAIN,
-    CALIBRATED,
-    FORWARD,
-    FORWARD_SHARE,
-    HBM_SHARE,
-    L2_FULL,
-    L2_KEEPS,
-    POWER_AFTER,
-    STREAMED,
-    STREAMED_LEAST,
-    Constants,
-)
+from flashsim.studies.predict.calibration import CALIBRATED, Constants
 from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.unfused import predict_standard
 from flashsim.studies.predict.units import (
@@ -339,11 +327,11 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     device, name = traffic.device, one.stage.name
     if not one.kernel.shared_bytes:  # a row-wise kernel, which streams rows
         bytes_once = once_bytes(traffic, name)
-        begun, share = STREAMED[one.kernel.overlaps]
+        begun, share = calibration.STREAMED[one.kernel.overlaps]
         streamed = bytes_once / (device.hbm_bandwidth * share)
         seconds = begun + streamed
         if not one.kernel.overlaps:
-            seconds = max(STREAMED_LEAST, seconds)
+            seconds = max(calibration.STREAMED_LEAST, seconds)
         use = use_of(one, traffic, {})
         busy = {"HBM": streamed}
         return StageTime(name, seconds, busy, 1.0, 0.0, use, joules(use, seconds, device))
@@ -392,18 +380,18 @@ def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, fl
     forward = bool(one.kernel.boxes) and one.stage.name == "forward"
     # The constants of the forward in Python were fitted without the first tiles' own time.
     in_cpp = forward and one.kernel.file.endswith(".cu")
-    share = FORWARD_SHARE if in_cpp else HBM_SHARE
+    share = calibration.FORWARD_SHARE if in_cpp else calibration.HBM_SHARE
     hbm, again = (x / (device.hbm_bandwidth * share) for x in (once, again))
     hbm = hbm * _beyond_l2(once / device.l2_bytes) + again
     if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
-        power = FORWARD if forward else AGAIN
+        power = calibration.FORWARD if forward else calibration.AGAIN
         waves = -(-grid[0] * len(work.visits) // (places * work.blocks))
         alone = hbm / waves * _exposed(work) if in_cpp else 0.0
         seconds = alone + (last**power + (hbm - alone) ** power) ** (1 / power)
     else:
         seconds = max(last, hbm)
-    seconds += c.throttle * max(0.0, seconds - POWER_AFTER)  # the clock falls after this time
-    return seconds + c.launch, last, mean, hbm
+    late = max(0.0, seconds - calibration.POWER_AFTER)  # the clock falls after this time
+    return seconds + c.throttle * late + c.launch, last, mean, hbm
 
 
 def _beyond_l2(size: float) -> float:
@@ -411,7 +399,8 @@ def _beyond_l2(size: float) -> float:
 
     L2 still has the rest from the previous kernel or call.
     """
-    return min(1.0, max(0.0, (size - L2_KEEPS) / (L2_FULL - L2_KEEPS)))
+    keeps, full = calibration.L2_KEEPS, calibration.L2_FULL
+    return min(1.0, max(0.0, (size - keeps) / (full - keeps)))
 
 
 def _exposed(work: Work) -> float:
