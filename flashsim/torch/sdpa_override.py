@@ -89,18 +89,18 @@ def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
 class _Arguments:
     """The arguments of one of torch's operators, by their names in the operator's schema."""
 
-    mask: Any = None
+    attn_mask: Any = None
     cum_seq_q = cum_seq_k = window_size_left = window_size_right = None
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.__dict__ = given
+    def __init__(self, given: Any, named: dict[str, Any]) -> None:
+        self.__dict__.update(given, **named)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"torch's operator has no argument {name}")
 
 
-#: Arguments that torch's operators call differently.
-_SAME = {"attn_mask": "mask", "attn_bias": "mask", "grad_out_": "grad_out"}
+#: Positional arguments that torch's operators call differently.
+_SAME = {"attn_bias": "attn_mask", "grad_out_": "grad_out"}
 
 
 def _names(operator: str) -> list[str]:
@@ -115,13 +115,13 @@ def _replacement(operator: str, function: Callable[[_Arguments], Any]) -> Callab
     """
     schema, names = getattr(torch.ops.aten, operator).default._schema, _names(operator)
     defaults = {name: x.default_value for name, x in zip(names, schema.arguments, strict=True)}
+    of_operator = type(operator, (_Arguments,), defaults)
+    backward = names[0] == "grad_out"
 
-    def replaced(*args: Any, **options: Any) -> Any:
-        given = {**defaults, **dict(zip(names, args, strict=False))}
-        given |= {_SAME.get(name, name): x for name, x in options.items()}
-        if names[0] == "grad_out" and given["grad_out"] is None:
+    def replaced(*args: Any, **named: Any) -> Any:
+        if backward and args[0] is None:
             return (None,) * 3
-        return function(_Arguments(given))
+        return function(of_operator(zip(names, args, strict=False), named))
 
     return replaced
 
@@ -140,7 +140,7 @@ def _masked_question(a: _Arguments, q: Tensor, k: Tensor, *, narrow: bool = True
     return {
         "causal": a.is_causal and square,
         "mask_mod": top_left() if a.is_causal and not square else None,
-        "bias": None if a.mask is None else _as_bias(a.mask, q, k, narrow=narrow),
+        "bias": None if a.attn_mask is None else _as_bias(a.attn_mask, q, k, narrow=narrow),
         "scale": a.scale,
         "backend": default_backend(q),
     }
@@ -239,7 +239,7 @@ def _flash_backward(a: _Arguments) -> tuple[Tensor, ...]:
 def _turned(a: _Arguments, *names: str) -> _Arguments:
     """Return arguments whose tensors `names` are (batch, n, heads, d), not (batch, heads, n, d)."""
     tensors = {name: getattr(a, name).transpose(1, 2) for name in names}
-    return _Arguments({**vars(a), **tensors, "cum_seq_q": None, "cum_seq_k": None})
+    return type(a)(vars(a), tensors | {"cum_seq_q": None, "cum_seq_k": None})
 
 
 def _sdpa_forward(a: _Arguments) -> tuple[Any, ...]:
@@ -346,7 +346,7 @@ def _masked_on_cuda() -> dict[str, Any]:
     """Return, by name, the functions that replace torch's CUDA operators for calls with a mask."""
     kernel = torch.library.get_kernel
     return {
-        name: _if_masked(function, _names(name).index("mask"), kernel(f"aten::{name}", "CUDA"))
+        name: _if_masked(function, _names(name).index("attn_mask"), kernel(f"aten::{name}", "CUDA"))
         for name, function in _MASKED_ON_CUDA.items()
     }
 

@@ -247,8 +247,7 @@ def _ours_compiled(a: Arguments) -> AttentionCall:
     """Read the arguments of the operators that `flashsim.torch.attention` is compiled to."""
     from flashsim.torch import direct
 
-    question = direct.spoken(a["softcap"], a["scale"], a["question"])
-    asked = dict(zip(direct.NAMES, question, strict=True))
+    asked = direct.told(a["softcap"], a["scale"], a["question"])
     return _ours({"q": a["q"], "k": a["k"], "v": a["v"], **asked})
 
 
