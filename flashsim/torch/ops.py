@@ -46,7 +46,8 @@ def run_backward(*tensors: Tensor, dlse: Tensor | None = None, **told: Any) -> A
 )
 def forward(*tensors: Any, deterministic: bool | None, **question: Any) -> tuple[Tensor, Tensor]:
     """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q) of `flashsim.run`."""
-    return run(*tensors[:3], **_given(*tensors[3:]), **keywords(**question))
+    q, k, v, *more = tensors
+    return run(q, k, v, **_given(*more), **keywords(**question))
 
 
 @torch.library.custom_op(
