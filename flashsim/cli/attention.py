@@ -155,7 +155,7 @@ def _passes(
             tiling=tile,
             device=values.device(how),
             key_order=how.key_order,
-            **its.options(),
+            **(its.options() if direction == "forward" else {}),  # a backward packs no heads
         )
         for direction, tile in list(zip(plans.DIRECTIONS, tiles, strict=True))[: 1 + how.backward]
         for name, its in algorithms
