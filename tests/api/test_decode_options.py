@@ -1,5 +1,7 @@
 """`DecodeOptions`: the options of decoding in one object say the same as keywords, everywhere."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,13 @@ def test_a_prediction_takes_the_splits_and_the_lengths():
     for name, value in (("pack_gqa", False), ("shared_prefix", 16)):
         with pytest.raises(UnsupportedError, match=name):
             predict(LONG, decode=DecodeOptions(**{name: value}), **HOW)
+    assert predict(LONG, pack_gqa=True, **HOW).seconds == predict(LONG, **HOW).seconds
+    with pytest.raises(
+        UnsupportedError, match=r"always packs the query heads.*leave out pack_gqa="
+    ):
+        predict(LONG, pack_gqa=False, **HOW)
+    alone = replace(LONG, kv_heads=LONG.heads)  # nothing to pack
+    assert predict(alone, pack_gqa=False, **HOW).seconds == predict(alone, **HOW).seconds
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.errors import DTypeError, OptionError, UnsupportedError
+from flashsim.errors import DTypeError, OptionError, UnknownArgumentError, UnsupportedError
 from flashsim.problem import oracle
 
 pytestmark = pytest.mark.promise("three counts equal")
@@ -92,3 +92,17 @@ def test_what_is_refused_says_why():
     with pytest.raises(OptionError, match="a backward pass packs no query heads"):
         flashsim.count(p, direction="backward", pack_gqa=True)
     assert flashsim.run(*x, pack_gqa=None).split == flashsim.run(*x).split
+    flashsim.run(*x, pack_gqa=None, algorithm="standard")
+
+
+@pytest.mark.parametrize("n_q", [0, 5])
+def test_engines_that_never_pack_take_false_and_none(n_q):
+    q, kv = np.ones((4, n_q, 8), np.float32), np.ones((2, 5, 8), np.float32)
+    for packs in (False, None):
+        result = flashsim.run(q, kv, kv, backend="numba", pack_gqa=packs)
+        np.testing.assert_allclose(result.out, np.ones((4, n_q, 8)), rtol=1e-6)
+    for packs, error in ((True, "only with backend='simulator'"), (1, "must be True or False")):
+        with pytest.raises((DTypeError, UnknownArgumentError), match=f"pack_gqa.*{error}"):
+            flashsim.run(q, kv, kv, backend="numba", pack_gqa=packs)
+    with pytest.raises(DTypeError, match="pack_gqa must be True or False, got 1"):
+        flashsim.run(q, kv, kv, pack_gqa=1)  # without queries too, where no engine runs
