@@ -12,6 +12,7 @@ from flashsim.backends.launch import functions
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import hopper_kernels, portable_kernels
+from flashsim.backends.launch_policy.clusters import fastest_cluster, shared_launches
 from flashsim.backends.launch_policy.cost_model import (
     ADDING_UP,
     HOPPER_FORWARD,
@@ -23,13 +24,11 @@ from flashsim.backends.launch_policy.cost_model import (
     backward_microseconds,
     backward_times,
     busy_at_once,
-    fastest_cluster,
     fastest_first,
     has_equal_tiles,
     heads_together,
     microseconds,
     microseconds_by_keys,
-    shared_launches,
     sooner_at_once,
 )
 from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
@@ -157,7 +156,8 @@ class Hopper(Family):
 
         Unless the caller decides, they do if the cost model predicts that this is faster: fewer
         rows of the last row tiles do not exist, and under a causal mask or a window, row tiles
-        have fewer queries and so visit fewer key tiles.
+        have fewer queries and so visit fewer key tiles. The cost model leaves out the time of
+        partly masked visits, of which packed heads have fewer, and `flashsim.predict` includes it.
         """
         p = asked.problem
         possible = self.packs_heads and hopper_kernels.packs_heads(p)

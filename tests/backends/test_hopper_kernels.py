@@ -28,6 +28,7 @@ from flashsim.backends.cupy_gpu import tensor_maps
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.backends.launch_policy import cost_model
+from flashsim.backends.launch_policy.clusters import fastest_cluster, shared_launches
 from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
 from flashsim.backends.launch_policy.hopper_kernels import Rings
@@ -403,7 +404,7 @@ def test_clusters_take_what_whole_rounds_of_items_leave():
 def test_equal_work_tiles_are_shared_only_where_all_end_sooner(items, steps):
     """By launches simulated block by block, clusters first."""
     known = cost_model.HOPPER_BACKWARD[128].fused, cost_model.ADDING_UP[128]
-    launches = cost_model.shared_launches(items, steps, *known, H200)
+    launches = shared_launches(items, steps, *known, H200)
     assert sum(n for _, n in launches) == items
     sizes = [cluster for cluster, _ in launches]
     assert sizes == sorted(set(sizes), reverse=True)
@@ -434,9 +435,9 @@ def test_launches_of_long_equal_work_tiles(items, launches):
     """An H100 runs 66 clusters of two, 30 of four or 15 of eight at once, by its driver."""
     gpu = replace(H200, clusters=((2, 66), (4, 30), (8, 15)))
     known = cost_model.HOPPER_BACKWARD[64].fused, cost_model.ADDING_UP[64]
-    assert cost_model.shared_launches(items, 352, *known, gpu) == launches
-    assert cost_model.shared_launches(items, 352, *known, H200) == launches  # known by fractions
-    few = cost_model.shared_launches(items, 4, *known, gpu)
+    assert shared_launches(items, 352, *known, gpu) == launches
+    assert shared_launches(items, 352, *known, H200) == launches  # known by fractions
+    few = shared_launches(items, 4, *known, gpu)
     assert len(few) == 1  # the time saved is less than a launch takes
 
 
@@ -632,7 +633,7 @@ def test_a_cluster_takes_what_its_blocks_have_left_each():
     times = cost_model.Times(item=4.0, visit=2.0), 2.0
 
     def fastest(steps, processors, clusters=()):
-        return cost_model.fastest_cluster(1, np.array(steps), *times, processors, clusters)
+        return fastest_cluster(1, np.array(steps), *times, processors, clusters)
 
     assert fastest([16, 16], 2) == 1  # nobody is idle
     assert fastest([16, 16], 4) == 2  # 4 + 32; 4 + 16 + 2; one place for four blocks
