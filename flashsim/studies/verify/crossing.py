@@ -73,7 +73,7 @@ def shares(
     found = []
     for blocks, items, late in HOPPER.hand_out(stage, tables, gpu, ordered=in_turns).launches:
         # Visits per key tile; if launches differ, all key tiles have equally many
-        # (`Hopper.remainder`).
+        # (`Hopper.launches`).
         working = np.minimum(steps, blocks) if python else np.full_like(steps, blocks)
         products = int(working.sum()) * int(items) // tables.tiles
         found.append(SharedItems(int(items), int(blocks), products if late else 0))
@@ -299,7 +299,7 @@ def tensor_flops(
             each += 2 * 2 * sides[2] * 16 * adds
         if stage.name == "fused" and not hopper and p.itemsize == 2:
             each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
-        # If launches differ, all work tiles are equally long (`Hopper.remainder`). If dQ may be
+        # If launches differ, all work tiles are equally long (`Hopper.launches`). If dQ may be
         # deferred, only the products of dQ have columns beyond d.
         total += each * (visits * n // items) + unused * 2 * sides[2] * (d + beyond)
     return total
