@@ -232,15 +232,6 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
     return None
 
 
-@lru_cache(maxsize=256)
-def _ahead(
-    score: Graph | None, extents: tuple[tuple[str, int], ...]
-) -> tuple[BiasTile | None, TableBand | None]:
-    """Return (tile, band), of which at most one is set: the array that kernels load in advance."""
-    tile = None if score is None else _tile_of(score)
-    return tile, None if score is None or tile else _band_of(score, extents)
-
-
 def _linear(graph: Graph, n: int) -> np.ndarray | None:
     """Return the integers (a, b, c) if node `n` computes a * q + b * k + c, or None otherwise."""
     node = graph.nodes[n]
@@ -395,7 +386,9 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     graph, score = _narrow(mask, score, extents)
-    tile, band = _ahead(score, extents)
+    # kernels load at most one array in advance
+    tile = None if score is None else _tile_of(score)
+    band = None if score is None or tile else _band_of(score, extents)
     ahead = tile.node if tile else band.node if band else None
     ramp = None if score is None else _ramp_of(score)
     spans = None if mask is None else spans_of(mask)
@@ -407,7 +400,7 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     plain, summing = (
         Generated(
             before + source.text + _AFTER,
-            packed_bytes(source.pack([0] * len(source.arrays), [0] * len(source.gradients))),
+            -(-source.pack([0] * len(source.arrays), [0] * len(source.gradients)).nbytes // 8) * 8,
             mask is not None,
             score is not None,
             bool(source.gradients),
@@ -448,7 +441,6 @@ def _inside(
     return tuple(sorted((n, size) for n, size in pairs if 0 <= ranges[n][0] <= ranges[n][1] < size))
 
 
-@lru_cache(maxsize=256)
 def _narrow(
     mask: MaskFunction | None, score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[Graph | None, Graph | None]:
@@ -471,8 +463,3 @@ def _narrow(
                 "backend='numba', which computes with 64 bits on the CPU"
             )
     return in_32_bits(mask.graph, sizes), narrow
-
-
-def packed_bytes(packed: np.ndarray) -> int:
-    """Return the size of a packed struct in bytes, rounded up to a multiple of 8."""
-    return -(-packed.nbytes // 8) * 8

@@ -189,18 +189,14 @@ class Hopper(Family):
         return ordered or once < min(others)
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """Return whether the fused backward with unordered dQ sums is faster than three passes."""
-        if self.refusal(problem, None, gpu, "backward"):
-            return True  # e.g. cells of 80 rows, for which three passes have no tile
-        return self.fused_is_faster(problem, gpu)
-
-    def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
         """Return whether the fused backward is predicted to be faster than three passes.
 
         The three passes compute more matrix products, but they need not clear and convert a float32
         dQ. The kernel for dQ may run at the same time as the kernel for dK and dV. Above a head_dim
         of 192, shared memory has no space to stage dQ, so no fused kernel exists.
         """
+        if self.refusal(problem, None, gpu, "backward"):
+            return True  # e.g. cells of 80 rows, for which three passes have no tile
         if widest(problem) > 192:
             return False
         three, fused = self._times(problem, gpu, "flash2", "flash2-fused")

@@ -880,7 +880,7 @@ def test_the_form_that_takes_less_is_the_one():
     many = replace(few, heads=100, kv_heads=100)
     for p, gpu in ((few, H200), (many, H200), (many, replace(H200, multiprocessors=4))):
         three, fused = forms(p, gpu.multiprocessors)
-        assert HOPPER.fused_is_faster(p, gpu) is (fused < three)
+        assert HOPPER.fuses(p, gpu) is (fused < three)
 
 
 def test_the_backward_is_fused_where_that_is_faster():
