@@ -13,6 +13,7 @@ from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import cost_model, hopper_kernels, portable_kernels
 from flashsim.backends.launch_policy.clusters import fastest_cluster, shared_launches
+from flashsim.backends.launch_policy.cost_model import HOPPER_FUSED_WIDE
 from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
 from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.errors import UnsupportedError
@@ -99,7 +100,7 @@ class Hopper(Family):
             if d > 128:
                 if not asked.fused or d > 192 or scored:
                     return (Tiling(64, 64),)
-                given = problem, cost_model.HOPPER_FUSED_WIDE, gpu.multiprocessors
+                given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
                 return cost_model.fastest_first(*given, cost_model.microseconds_by_keys)
             # Without transposition, a product of dQ has 64 rows; a softcap uses registers.
             if not asked.fused or problem.softcap or scored:

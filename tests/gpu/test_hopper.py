@@ -101,6 +101,12 @@ def choose(monkeypatch):
     forget()
 
 
+def choose_clusters(choose, blocks):
+    """That a pass with keys outside has one launch, of which so many blocks share a work tile."""
+    one = lambda walk: blocks if walk.stage.outer == "keys" else 1  # noqa: E731
+    choose("launches", lambda self, walk: ((one(walk), walk.items),))
+
+
 @pytest.mark.parametrize("head_dims", [(32, 20), (50, 128), (64, 64), (91, 91), (128, 128)])
 @pytest.mark.parametrize("name", [name for name in FEATURES if name.startswith("one ")])
 def test_where_row_tiles_have_one_visit(name, head_dims):
@@ -128,7 +134,7 @@ def test_the_fastest_form_of_short_sequences():
     "name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks", "one visit"]
 )
 def test_every_cluster(name, head_dim, blocks, choose):
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     check(p, HOPPER)
     check_counts(p, HOPPER)
@@ -149,7 +155,7 @@ WIDE_IN_CLUSTERS = ["1 x 1", "causal", "more keys", "window", "varlen", "softcap
 @pytest.mark.usefixtures("by_columns")
 def test_every_cluster_that_divides_columns(name, head_dims, blocks, choose):
     """With blocks that have no visit among them."""
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     choose("fuses", lambda self, problem, gpu: max(head_dims) <= 192)
     p = Problem(head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16", **FEATURES[name])
     assert clusters_of(hopper.HOPPER, p) == (blocks,)
@@ -220,11 +226,9 @@ def clusters_of(family, problem):
 
 def choose_launches(choose, launches, *, deferred):
     """That the fused pass with keys outside has these launches."""
-    *before, (blocks, _) = launches
     fused = lambda walk: walk.stage.name == "fused"  # noqa: E731
-    choose("cluster", lambda self, walk, *_: blocks if fused(walk) else 1)
+    choose("launches", lambda self, walk: launches if fused(walk) else ((1, walk.items),))
     choose("defers", lambda self, walk, *_: deferred and fused(walk))
-    choose("remainder", lambda self, walk, *_: tuple(before) if fused(walk) else ())
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -242,7 +246,7 @@ def test_launches_of_several_cluster_sizes(problem, launches, deferred, choose):
 )
 def test_grouped_heads_in_step(name, head_dim, choose):
     """Also where a pass would not be; back in the first round, on in the second."""
-    choose("cluster", lambda *_: 1)
+    choose_clusters(choose, 1)
     choose(
         "in_step", lambda self, walk, *_: walk.stage.outer == "keys" and walk.tables.ranks is None
     )

@@ -32,6 +32,7 @@ from test_hopper import (  # noqa: F401
     by_columns,
     by_roles,
     choose,
+    choose_clusters,
     choose_launches,
     clusters_of,
 )
@@ -104,7 +105,7 @@ def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks"])
 def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
@@ -115,7 +116,7 @@ def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
 @pytest.mark.parametrize("head_dims", [(32, 20), (59, 111), (80, 80)])
 def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
     """Of whose columns a cluster's blocks take 32 at a time."""
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     p = Problem(300, 500, *head_dims, heads=4, kv_heads=2, dtype="float16", causal=True)
     assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
@@ -128,7 +129,7 @@ def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
 @pytest.mark.usefixtures("deferring")
 def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):  # noqa: F811
     """With blocks that have no visit among them."""
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, FUSED)
@@ -178,7 +179,7 @@ def test_the_backward_by_roles(name, head_dims):
 @pytest.mark.parametrize("name", WIDE_IN_CLUSTERS)
 @pytest.mark.usefixtures("by_columns")
 def test_every_cluster_that_divides_columns(name, head_dims, blocks, choose):  # noqa: F811
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     choose("fuses", lambda self, problem, gpu: max(head_dims) <= 192)
     p = Problem(head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16", **FEATURES[name])
     assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
