@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from commands import invoke, refused, rows
 
-from flashsim import Problem
+from flashsim import Problem, Tiling, count
 from flashsim.problem.hardware import PRESETS
 from flashsim.schedule.split_kv import fill
+from flashsim.studies.predict import predict
 
 pytestmark = pytest.mark.promise("command line equals library")
 
@@ -35,7 +36,7 @@ def test_run_moves_what_count_counts(more):
 def test_flash2_packs_query_heads_on_request(packs):
     how = (*SIZES[2:], "-n", 24, "-t", "16x16", "--pack-gqa" if packs else "--no-pack-gqa")
     problem = Problem(24, 64, 64, batch=2, heads=4, kv_heads=2)
-    expected = flashsim.count(problem, tiling=flashsim.Tiling(16, 16), pack_gqa=packs)
+    expected = count(problem, tiling=Tiling(16, 16), pack_gqa=packs)
     for command in ("run", "count"):
         found = {
             (r["quantity"], r["of"]): r["value"]
@@ -44,7 +45,7 @@ def test_flash2_packs_query_heads_on_request(packs):
         }
         assert all(found["load", name] == expected.bytes("load", name) for name in "QKV")
     took = rows("predict", *how[:-3], "-d", 64, "--dtype", "bfloat16", how[-1])
-    expected = predict.predict(dataclasses.replace(problem, dtype="bfloat16"), pack_gqa=packs)
+    expected = predict(dataclasses.replace(problem, dtype="bfloat16"), pack_gqa=packs)
     assert took == expected.table().records()
 
 
