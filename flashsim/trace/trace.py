@@ -144,9 +144,9 @@ class Trace(Recording, questions.Answers):
     @cached_property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
         if self.own is None:
-            return questions.Answers._work.func(self)
-        costs = sum(stage.costs.sum(axis=0) * stage.repeat for stage in self.stages)
-        *of_kinds, read, write = costs.tolist()
+            return super()._work
+        costs = [s.repeat * s.costs.sum(axis=0) for s in self.stages if s.costs is not None]
+        *of_kinds, read, write = np.sum(costs, axis=0).tolist()
         return dict(zip(KINDS, of_kinds, strict=True)), {"read": read, "write": write}
 
     def _extents(self) -> Iterator[tuple[plans.Stage, questions.Extent, questions.Extent]]:
