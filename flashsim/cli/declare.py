@@ -20,8 +20,6 @@ from flashsim.errors import FlashSimError, OptionError
 
 T = TypeVar("T")
 OUTPUT = "Output"
-#: The default of a required option.
-REQUIRED: Any = ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class _Option:
             help=self.help,
             **{"rich_help_panel": panel, **self.more},
         )
-        needed = {} if default is REQUIRED else {"default": default}
+        needed = {} if default is ... else {"default": default}
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(name, keyword, annotation=Annotated[kind, about], **needed)
 

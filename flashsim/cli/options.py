@@ -9,16 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from flashsim.api.samples import SAMPLES, TRACES
-from flashsim.cli.declare import OUTPUT as OUTPUT
-from flashsim.cli.declare import REQUIRED as REQUIRED
-from flashsim.cli.declare import Format as Format
-from flashsim.cli.declare import each as each
-from flashsim.cli.declare import flag as flag
-from flashsim.cli.declare import in_bundle
-from flashsim.cli.declare import option as option
-from flashsim.cli.declare import pair as pair
-from flashsim.cli.declare import refuse_unused as refuse_unused
-from flashsim.cli.declare import written as written
+from flashsim.cli.declare import OUTPUT, in_bundle, option, pair
 from flashsim.l2 import L2Model
 from flashsim.l2.launch import ORDERS, WALKS
 from flashsim.problem import checks
@@ -126,7 +117,8 @@ _TILE = (
     "fewest bytes; same: one tile that fits on chip for all algorithms; or a real kernel's tile: "
     f"{', '.join(PRESETS)}."
 )
-_GPU = "The GPU to simulate; `flashsim study devices` lists them."
+PASS = "Pass: forward or backward."
+GPU = "The GPU to simulate; `flashsim study devices` lists them."
 
 
 @dataclass(frozen=True)
@@ -134,9 +126,9 @@ class One:
     """Options of a command that counts or runs one pass, forward or backward."""
 
     panel = _HOW
-    direction: str = in_bundle("forward", "Pass: forward or backward.")
+    direction: str = in_bundle("forward", PASS)
     tiling: str = in_bundle("fit", _TILE, "-t")
-    device: str = in_bundle("H100", _GPU)
+    device: str = in_bundle("H100", GPU)
 
     def __post_init__(self) -> None:
         one_pass(self.direction)
@@ -155,7 +147,7 @@ class Passes:
     backward: bool = in_bundle(False, "Also run or count the backward pass.")
     tiling: str = in_bundle("fit", f"{_TILE} For the forward pass.", "-t")
     backward_tiling: str = in_bundle("fit", "Tile size of the backward pass, like --tiling.")
-    device: str = in_bundle("H100", _GPU)
+    device: str = in_bundle("H100", GPU)
 
 
 @dataclass(frozen=True)
@@ -251,17 +243,12 @@ class L2:
         )
 
 
-Algorithm = Annotated[
-    str,
-    typer.Option(
-        "--algorithm",
-        "-a",
-        help=f"Algorithm: {', '.join(ALGORITHMS)}. In the backward pass, flash2 has three kernels "
-        "without atomics; flash2-fused has one kernel that accumulates dQ with atomics, like the "
-        "kernel of FlashAttention-2's authors.",
-        rich_help_panel=_HOW,
-    ),
-]
+ALGORITHM = (
+    f"Algorithm: {', '.join(ALGORITHMS)}. In the backward pass, flash2 has three kernels without "
+    "atomics; flash2-fused has one kernel that accumulates dQ with atomics, like the kernel of "
+    "FlashAttention-2's authors."
+)
+Algorithm = Annotated[str, typer.Option("--algorithm", "-a", help=ALGORITHM, rich_help_panel=_HOW)]
 
 
 def algorithms(default: Any) -> Any:
@@ -278,9 +265,9 @@ Backend = Annotated[
         rich_help_panel=_HOW,
     ),
 ]
-Device = Annotated[str, typer.Option(help=_GPU, rich_help_panel=_HOW)]
+Device = Annotated[str, typer.Option(help=GPU, rich_help_panel=_HOW)]
 Causal = Annotated[bool, typer.Option("--causal", help="Use a causal mask.", rich_help_panel=_MASK)]
-Direction = Annotated[str, typer.Option(help="Pass: forward or backward.", rich_help_panel=_HOW)]
+Direction = Annotated[str, typer.Option(help=PASS, rich_help_panel=_HOW)]
 
 
 # -- output ---------------------------------------------------------------------------------------

@@ -249,10 +249,7 @@ def test_a_link_opens_the_page_at_a_step(show):
     tab.evaluate("location.hash = '#step=3'")  # as a reader changes it
     until(tab, "player.time === 2")
     assert status(tab).startswith("step 3 of")
-    for asked, step in (
-        (9999, total),
-        (0, 1),
-    ):  # the nearest; the address says so
+    for asked, step in ((9999, total), (0, 1)):  # the nearest; the address says so
         tab.evaluate(f"location.hash = '#step={asked}'")
         until(tab, f"location.hash === '#step={step}'")
         assert status(tab).startswith(f"step {step} of")
