@@ -11,10 +11,9 @@ pytest.importorskip("torch")
 import torch
 import triton
 import triton_cases as cases
+from commands import ok
 from triton_cases import example
-from typer.testing import CliRunner
 
-from flashsim.cli.app import app
 from flashsim.errors import DTypeError
 from flashsim.triton import trace, watch
 
@@ -96,11 +95,10 @@ def test_an_autograd_function_of_a_homework_file(tmp_path):
     path.write_text(text + CLASS)
 
     words = [f"{path}:FlashAttentionTriton.apply", "--causal", "-n", "64", "--ndim", "3"]
-    done = CliRunner().invoke(app, ["kernel", *words])
+    done = ok("kernel", *words)
 
-    assert done.exit_code == 0, done.output
-    assert "O right" in done.output
-    assert triton.__version__ in done.output
+    assert "O right" in done
+    assert triton.__version__ in done
 
 
 WANTS_A_GPU = """
@@ -137,10 +135,8 @@ def test_a_file_that_asks_torch_for_a_gpu(tmp_path):
     def run(found):
         path.write_text(WANTS_A_GPU.replace("FOUND", found))
         words = [f"{path}:launch", "--set", "x=10x10", "--reference", "same"]
-        return CliRunner().invoke(app, ["kernel", *words])
+        return ok("kernel", *words)
 
-    done = run("")
-    assert done.exit_code == 0, done.output
-    assert "y_ptr right" in done.output
-    assert "y_ptr WRONG (error nan" in run("+ old").output
+    assert "y_ptr right" in run("")
+    assert "y_ptr WRONG (error nan" in run("+ old")
     assert not torch.zeros(1).is_cuda
