@@ -151,7 +151,8 @@ class Schedule(Grid):
         else:
             ptr, col, kind = self._evaluate()
         if self.key_order == "descending":
-            order = tables.reversed_rows(ptr)
+            owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+            order = ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])  # reverses each row
             col, kind = col[order], kind[order]
         return tables.frozen(ptr, col, kind)
 

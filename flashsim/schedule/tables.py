@@ -74,12 +74,6 @@ def expand(spans: np.ndarray) -> Csr:
     return ptr, tile, np.where(full, FULL, MASKED)
 
 
-def reversed_rows(ptr: np.ndarray) -> np.ndarray:
-    """Return the index array that reverses the entries in each row of a CSR matrix."""
-    owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
-    return ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])
-
-
 def frozen(*arrays: np.ndarray) -> Csr:
     """Return the arrays converted to contiguous, read-only int32 arrays."""
     result = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)

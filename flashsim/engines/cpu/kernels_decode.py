@@ -81,7 +81,7 @@ def take_parts(cpu, arrays, parts, shape, tiles, rules, notes, counter, own):
     begin, visits = tiles.ptr[0], tiles.ptr[1] - tiles.ptr[0]
     begin_tiles(cpu, Q)
     while True:
-        work_tile = fetch_add(counter)
+        work_tile = fetch_add(counter, 0)
         if work_tile >= arrived.size * n or stopped(counter):
             break
         loop, number = work_tile // n, work_tile % n

@@ -164,7 +164,7 @@ def next_work_tile(tiles, counter):
     `tiles.sets`. An empty range of outer tiles means that no work is left, or that the call was
     interrupted.
     """
-    n_sets, number = tiles.set_ptr.size - 1, fetch_add(counter)
+    n_sets, number = tiles.set_ptr.size - 1, fetch_add(counter, 0)
     if number >= len(tiles.runs) * n_sets or stopped(counter):
         return 0, 0, 0, 0
     run, s = number // n_sets, number % n_sets
