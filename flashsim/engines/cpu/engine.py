@@ -46,12 +46,7 @@ KERNELS = {
 }
 #: Results that a stage checks for NaN and infinity as it writes them, if they have 32 or 64 bits.
 #: 16-bit results are checked only by the forward kernel for pairs and the kernel for one query.
-LOOKED_AT = {
-    "forward": ("out",),
-    "dq": ("dq",),
-    "dkdv": ("dk", "dv"),
-    "fused": ("dq", "dk", "dv"),
-}
+LOOKED_AT = {"forward": ("out",), "dq": ("dq",), "dkdv": ("dk", "dv"), "fused": ("dq", "dk", "dv")}
 ROUNDING = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 

@@ -25,14 +25,7 @@ from flashsim.engines.cpu.primitives.arrays import panel_array
 from flashsim.engines.cpu.primitives.atomics import arrive, fetch_add
 from flashsim.engines.cpu.primitives.borrowed_args import borrow
 from flashsim.engines.cpu.primitives.inline_jit import part
-from flashsim.engines.cpu.primitives.packing import (
-    SIDE,
-    copy_rows,
-    fill,
-    look,
-    room_for,
-    widened,
-)
+from flashsim.engines.cpu.primitives.packing import SIDE, copy_rows, fill, look, room_for, widened
 from flashsim.engines.cpu.scores import Place, finish_scores, visible_rows
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.schedule.schedule import MASKED
