@@ -632,7 +632,7 @@ def test_bfloat16_takes_what_this_process_may_use(
     monkeypatch.setattr(registers.config, "CPU_NAME", None)
     monkeypatch.setattr(registers.config, "CPU_FEATURES", flags)
     monkeypatch.setattr(registers.amx, "refusal", lambda process: refused)
-    for cached in ("_host", "_lacks", "pays"):
+    for cached in ("_host", "lacking", "pays"):
         monkeypatch.setattr(registers, cached, getattr(registers, cached).__wrapped__)
     choose = lambda dtype, one=False, heads=1: type(  # noqa: E731
         heuristics.cpu(
