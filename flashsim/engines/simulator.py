@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from flashsim.algorithms import PASSES
-from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.score_tile import log_sum_exp
 from flashsim.engines.protocol import Job, Outcome
@@ -33,7 +32,7 @@ def forward(job: Job) -> Outcome:
     if lengths is not None:
         job = _live(job, lengths, job.problem.shared_prefix)
     machine = _machine(job, "forward", tiling, split)
-    arrays_in_hbm = _room(job, "forward", machine.hbm, split, machine.parts)
+    arrays_in_hbm = _room(job, machine)
     _run(PASSES[job.algorithm][0], machine)
     saved = {n: arrays_in_hbm[n] for n in arrays_in_hbm if not n.endswith(("_acc", "_part"))}
     if split.pack_gqa:
@@ -72,7 +71,7 @@ def backward(
     hbm.put("dO", dout, job.problem.result_dtype)
     if dlse is not None:
         hbm.put("dL", dlse, dtype_of(job.problem, "dL"))
-    arrays_in_hbm = _room(job, "backward", hbm)
+    arrays_in_hbm = _room(job, machine)
     names = [name for name in ("dQ", "dK", "dV", "dBias") if name in arrays_in_hbm]
     arrays = {name.lower(): arrays_in_hbm[name] for name in names}
     specs = () if job.problem.score_mod is None else job.problem.score_mod.arrays
@@ -178,12 +177,11 @@ def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
     return rows.swapaxes(2, 3).reshape(p.batch, p.heads, p.n_q, *rest)
 
 
-def _room(
-    job: Job, direction: str, hbm: Hbm, split: Split = WHOLE, parts: int = 1
-) -> dict[str, np.ndarray]:
+def _room(job: Job, machine: Machine) -> dict[str, np.ndarray]:
     """Allocate a pass's results in HBM, and return them by their names in the papers."""
-    p, arrays = job.problem, {}
-    for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
+    p, hbm, split, parts = job.problem, machine.hbm, machine.split, machine.parts
+    arrays: dict[str, np.ndarray] = {}
+    for name in plans.tensors_of(p, job.algorithm, machine.direction, "store", "reduce"):
         its, dtype = shape(p, name), dtype_of(p, name)
         if name == "dF":  # one sum per captured array
             continue

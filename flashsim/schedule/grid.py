@@ -139,6 +139,11 @@ class Grid:
         """Return the packed sequence of row tile i."""
         return self.problem.sequences[int(self.sequence_of_rows[i])]
 
+    @property
+    def sequence_starts(self) -> np.ndarray:
+        """Each packed sequence's first query, first key and offset, int64 (sequences, 3)."""
+        return np.array([(s.q_start, s.k_start, s.offset) for s in self.problem.sequences])
+
     @cached_property
     def sequence_of_rows(self) -> np.ndarray:
         """Index of the packed sequence to which each row tile belongs, int64 (T_r,)."""
@@ -175,7 +180,7 @@ class Grid:
         the last row's or column's booleans to fill this shape.
         """
         p, s = self.problem, self.sequence_of_rows[i]
-        starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]
+        starts = self.sequence_starts[s]
         rows, cols = self.rows[i].astype(np.int64), self.cols[j].astype(np.int64)
         high, wide = (int((t[:, 1] - t[:, 0]).max(initial=0)) for t in (rows, cols))
         q = np.minimum(rows[:, :1] + np.arange(high), rows[:, 1:2] - 1) // self.members

@@ -197,8 +197,7 @@ class Schedule(Grid):
         p = self.problem
         if p.mask_mod is None or self.dense or isinstance(p.mask, SavedMask):
             return None
-        tables_of_tiles = self.rows, self.cols, *self._edges[2:]
-        return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
+        return classify(self, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Evaluate all scores of tiles (i, j); return two booleans per tile: any kept, all kept."""
