@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from flashsim import Problem
 from flashsim.backends.launch_policy import decode_plan
-from flashsim.errors import OptionError, UnsupportedError
 
 pytest.importorskip("cupy")
 from test_cuda_kernels import GPUS, H200, REPORT_SPILL_BYTES, SPILL_BYTES, compile_kernel
@@ -189,17 +188,6 @@ def test_splits_cover_every_tile_once(lengths, splits, window, n_q):
     else:
         size = made.items[:, 2] - made.items[:, 1]
     assert (np.diff(size) <= 0).all(), "the longest come first"
-
-
-def test_what_is_not_decoded_is_refused():
-    with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
-        decode_plan.plan(Problem(1, 64, 64), (64,), H200)
-    with pytest.raises(UnsupportedError, match="head_dim of at most 256, got 512"):
-        decode_plan.plan(Problem(1, 64, 512, dtype="float16"), (64,), H200)
-    with pytest.raises(UnsupportedError, match="does not support bias"):
-        decode_plan.plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)
-    with pytest.raises(OptionError, match="splits= must be at most 2048 here"):
-        decode_plan.plan(Problem(1, 1 << 20, 64, **GROUPED), (1 << 20,), H200, 5000)
 
 
 @pytest.mark.parametrize(
