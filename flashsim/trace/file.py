@@ -235,13 +235,14 @@ def _array_types(entry: Any) -> list[tuple[np.dtype, int]]:
 
 
 def _pack_stage(stage: StageTrace) -> dict[str, Any]:
-    schedule = stage.schedule
+    schedule, split = stage.schedule, stage.schedule.split
+    parts = () if split.part_tiles is None else (split.part_tiles,)
     return {
         **{key: getattr(stage.stage, key) for key in ("name", "outer", "dense", "per")},
         "buffers": [],  # earlier versions read a list that they do not use
         "tiling": [schedule.tiling.block_q, schedule.tiling.block_k],
         "key_order": schedule.key_order,
-        "split": validate.split_entry(schedule.split),
+        "split": [split.splits, split.pack_gqa, *parts],
         "repeat": stage.repeat,
         "stride": stage.stride,
     }
@@ -320,7 +321,8 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         if mine:
             validate.shape_of_costs(shapes[f"costs_{n}"], table)
             costs = read(f"costs_{n}")
-            validate.own_costs(costs)
+            # sums of the FLOPs and bytes must not overflow
+            validate.within("costs", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
         stages.append(StageTrace(walk, schedule, repeat, stride, table, costs))
     validate.moved(stages)
     timeline = None
