@@ -109,7 +109,7 @@ def points(everything, kernels, name):
 
 def stage_seconds(point, constants):
     """Return the model's seconds for a point."""
-    return model.stage_seconds(point.one, point.works, point.traffic, constants)[0]
+    return model.stage_seconds(point.works, constants)[0]
 
 
 def fit(those, free, ships=None):

@@ -58,15 +58,13 @@ class Account(report.Tabled):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Account):
             return NotImplemented
-        return (
-            (self.group, self.direction, self.sent.keys())
-            == (other.group, other.direction, other.sent.keys())
-            and all(np.array_equal(x, other.sent[name]) for name, x in self.sent.items())
-            and all(
-                np.array_equal(getattr(self, name), getattr(other, name))
-                for name in (*QUANTITIES, "peak")
-            )
-        )
+        mine, theirs = self._counts(), other._counts()
+        alike = (self.group, self.direction) == (other.group, other.direction)
+        alike = alike and mine.keys() == theirs.keys()
+        return alike and all(np.array_equal(x, theirs[name]) for name, x in mine.items())
+
+    def _counts(self) -> dict[str, np.ndarray]:
+        return {**self.sent, **{name: getattr(self, name) for name in (*QUANTITIES, "peak")}}
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -155,12 +153,10 @@ class Account(report.Tabled):
         )
         lasts, out = int(self.flops.max(axis=0).sum()), self.out_bytes
         for rank in range(group.ranks):
-            flops = int(self.flops[rank].sum())
-            table.add(
-                *(rank, _spans(group.rows(rank)), int(out[rank].sum()), flops / 1e12),
-                *(100 * (1 - flops / lasts), int(self.hbm[rank].sum())),
-                *(int(self.merge[rank].sum()), int(self.peak[rank])),
-            )
+            sums = (x[rank].sum() for x in (out, self.flops, self.hbm, self.merge, self.peak))
+            sent, flops, *rest = map(int, sums)
+            idle = 100 * (1 - flops / lasts)
+            table.add(rank, _spans(group.rows(rank)), sent, flops / 1e12, idle, *rest)
         return table
 
     def rank_table(self, rank: int) -> report.Table:
@@ -210,5 +206,4 @@ def zeros(group: Group, direction: str) -> np.ndarray:
 
 def fields(counts: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an `Account` as a dict, without the tensors that no rank sends."""
-    sent = {name: x for name, x in counts.pop("sent").items() if x.any()}
-    return {"sent": sent, **counts}
+    return counts | {"sent": {name: x for name, x in counts["sent"].items() if x.any()}}

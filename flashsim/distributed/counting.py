@@ -8,7 +8,7 @@ import numpy as np
 
 from flashsim.api import counting
 from flashsim.counts.traffic import Traffic
-from flashsim.distributed.account import Account, fields, zeros
+from flashsim.distributed.account import QUANTITIES, Account, fields, zeros
 from flashsim.distributed.group import OWN, Block, Group
 from flashsim.errors import own_errors
 from flashsim.problem import checks
@@ -49,7 +49,7 @@ def count(
     """
     group = Group(problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     checks.one_of("direction", direction, ("forward", "backward"))
-    counts = {name: zeros(group, direction) for name in ("flops", "visits", "hbm", "merge")}
+    counts = {name: zeros(group, direction) for name in QUANTITIES}
     first = int(group.ulysses > 1)  # the ring's first step, after an exchange of heads
     for columns, ranks_there, block in work(group, direction):
         local = counting.count(
@@ -89,7 +89,7 @@ def visits(local: Traffic) -> int:
 
 
 class MemberSizes:
-    """The bytes of `n` rows of a ring member's tensors, for the heads that one rank computes.
+    """Bytes of rows of a ring member's tensors, for the heads that one rank computes.
 
     `wide` is the bytes per element of an accumulator, normally a float32. In a ring of two members,
     accumulators have the input type, because results are merged only once, directly into the
@@ -97,36 +97,18 @@ class MemberSizes:
     """
 
     def __init__(self, group: Group) -> None:
-        p = self.problem = group.problem
-        self.heads = p.batch * p.heads // group.ulysses
-        self.kv_heads = p.batch * p.kv_heads // group.ulysses
+        p = group.problem
+        heads, kv_heads = (p.batch * n // group.ulysses for n in (p.heads, p.kv_heads))
         self.e, self.a = p.itemsize, p.compute_itemsize
+        self.elements = {"Q": heads * p.head_dim, "O": heads * p.head_dim_v}
+        self.elements |= {"K": kv_heads * p.head_dim, "V": kv_heads * p.head_dim_v}
+        self.lse = heads * self.a  # of a row
         self.merges_wide = group.ring > 2 and self.e != self.a
         self.wide = self.a if self.merges_wide else self.e
 
-    def q(self, n: int, itemsize: int) -> int:
-        """Return the bytes of `n` rows of Q or dQ."""
-        return self.heads * n * self.problem.head_dim * itemsize
-
-    def out(self, n: int, itemsize: int) -> int:
-        """Return the bytes of `n` rows of out or dout."""
-        return self.heads * n * self.problem.head_dim_v * itemsize
-
-    def lse(self, n: int) -> int:
-        """Return the bytes of `n` rows of the LSE."""
-        return self.heads * n * self.a
-
-    def k(self, n: int, itemsize: int) -> int:
-        """Return the bytes of `n` rows of K or dK."""
-        return self.kv_heads * n * self.problem.head_dim * itemsize
-
-    def v(self, n: int, itemsize: int) -> int:
-        """Return the bytes of `n` rows of V or dV."""
-        return self.kv_heads * n * self.problem.head_dim_v * itemsize
-
-    def kv(self, n: int, itemsize: int) -> int:
-        """Return the bytes of `n` rows of K and V together, or of dK and dV."""
-        return self.k(n, itemsize) + self.v(n, itemsize)
+    def __call__(self, tensors: str, n: int, itemsize: int) -> int:
+        """Return the bytes of `n` rows of tensors, such as "KV", or their gradients; "O": out."""
+        return sum(self.elements[name] for name in tensors) * n * itemsize
 
 
 # -- the link -------------------------------------------------------------------------------------
@@ -141,21 +123,22 @@ def _sent(group: Group, direction: str) -> dict[str, np.ndarray]:
     sums.
     """
     size, n, first = MemberSizes(group), group.rows_a_member, int(group.ulysses > 1)
-    whole = {"Q": size.q, "K": size.k, "V": size.v, "out": size.out}
-    whole |= {"dQ": size.q, "dK": size.k, "dV": size.v, "dout": size.out}
+    letter = {"out": "O", "dout": "O", "dQ": "Q", "dK": "K", "dV": "V"}
     given, returned = ["Q", "K", "V"], ["out"]
     if direction == "backward":
         given, returned = ["dout"], ["dQ", "dK", "dV"]
     sent = {name: zeros(group, direction) for name in (*given, "K", "V", *returned)}
     for name in ("K", "V"):
-        sent[name][:, first : first + group.ring - 1] = whole[name](n, size.e)
-    for name in ("dK", "dV") if direction == "backward" and group.ring > 1 else ():
-        sent[name][:, first + 2] = _first(group, lambda b: b.n_kv) * whole[name](1, size.e)
-        sent[name][:, first + 3 : first + 1 + group.ring] = whole[name](n, size.a)
+        sent[name][:, first : first + group.ring - 1] = size(name, n, size.e)
+        if direction == "backward" and group.ring > 1:
+            back, keys = sent[f"d{name}"], _first(group, lambda b: b.n_kv)
+            back[:, first + 2] = keys * size(name, 1, size.e)
+            back[:, first + 3 : first + 1 + group.ring] = size(name, n, size.a)
     if group.ulysses > 1:  # each rank keeps its own share of the heads
         for step, names in ((0, given), (-1, returned)):
             for name in names:
-                sent[name][:, step] = whole[name](n, size.e) // group.ulysses * (group.ulysses - 1)
+                whole = size(letter.get(name, name), n, size.e)
+                sent[name][:, step] = whole // group.ulysses * (group.ulysses - 1)
     return sent
 
 
@@ -168,11 +151,11 @@ def _merged(group: Group, first: int) -> np.ndarray:
     moved = zeros(group, "forward")
     if group.ring == 1:
         return moved
-    merged = lambda b: 2 * size.out(b.n_q, size.wide) + size.out(b.n_q, size.e)  # noqa: E731
-    later = _later(group, lambda b: merged(b) + 3 * size.lse(b.n_q))
+    merged = lambda b: 2 * size("O", b.n_q, size.wide) + size("O", b.n_q, size.e)  # noqa: E731
+    later = _later(group, lambda b: merged(b) + 3 * b.n_q * size.lse)
     moved[:, first + 1 : first + group.ring] = later
     if size.merges_wide:
-        turned = size.out(n, size.e) + size.out(n, size.wide)
+        turned = size("O", n, size.e) + size("O", n, size.wide)
         moved[:, first] += turned
         moved[:, first + group.ring - 1] += turned
     return moved
@@ -188,21 +171,21 @@ def _added(group: Group, first: int) -> np.ndarray:
     moved = zeros(group, "backward")
     if ring == 1:
         return moved
-    q = lambda b: 2 * size.q(b.n_q, size.wide) + size.q(b.n_q, size.e)  # noqa: E731
-    kv = lambda b: 2 * size.kv(b.n_kv, size.a) + size.kv(b.n_kv, size.e)  # noqa: E731
+    q = lambda b: 2 * size("Q", b.n_q, size.wide) + size("Q", b.n_q, size.e)  # noqa: E731
+    kv = lambda b: 2 * size("KV", b.n_kv, size.a) + size("KV", b.n_kv, size.e)  # noqa: E731
     moved[:, first + 1 : first + ring] = _later(group, lambda b: q(b) + kv(b))
     moved[:, first + 1] = 0  # the sums for other members' keys start at this step
-    moved[:, first + ring] = 2 * (size.q(n, size.e) + size.kv(n, size.e))
+    moved[:, first + ring] = 2 * size("QKV", n, size.e)
     begun_q, begun_kv = (
-        _first(group, lambda b: size.q(b.n_q, size.e)),
-        _first(group, lambda b: size.kv(b.n_kv, size.e), before=True),
+        _first(group, lambda b: size("Q", b.n_q, size.e)),
+        _first(group, lambda b: size("KV", b.n_kv, size.e), before=True),
     )
     if ring == 2:  # with two members, one block is the whole sum
         moved[:, first + ring] += begun_q + begun_kv
         return moved
-    moved[:, first + ring] += size.q(n, size.wide) + size.kv(n, size.a)
-    moved[:, first + 1] += size.q(n, size.wide) + _widened(size, begun_q)
-    moved[:, first + 2] += size.kv(n, size.a) + _widened(size, begun_kv)
+    moved[:, first + ring] += size("Q", n, size.wide) + size("KV", n, size.a)
+    moved[:, first + 1] += size("Q", n, size.wide) + _widened(size, begun_q)
+    moved[:, first + 2] += size("KV", n, size.a) + _widened(size, begun_kv)
     return moved
 
 
@@ -231,45 +214,45 @@ def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
 
 def _peak_forward(group: Group) -> np.ndarray:
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
-    own = size.q(n, size.e) + size.kv(n, size.e)
+    own = size("QKV", n, size.e)
     # If heads are exchanged, a rank's original rows stay in memory, and have as many bytes as the
     # rows that it computes.
     base = own * (2 if group.ulysses > 1 else 1)
-    so_far = size.out(n, size.wide) + size.lse(n)
-    first = base + size.kv(n, size.e) * (ring > 1) + size.out(n, size.e) + size.lse(n)
-    peak = np.full(group.ranks, first + size.out(n, size.wide) * size.merges_wide)
+    so_far = size("O", n, size.wide) + n * size.lse
+    first = base + size("KV", n, size.e) * (ring > 1) + size("O", n, size.e) + n * size.lse
+    peak = np.full(group.ranks, first + size("O", n, size.wide) * size.merges_wide)
     if ring > 1:
-        part = _later(group, lambda b: size.out(b.n_q, size.e) + size.lse(b.n_q))
-        held = part + base + so_far + size.kv(n, size.e)
-        held[:, :-1] += size.kv(n, size.e)  # K and V of the next step
+        part = _later(group, lambda b: size("O", b.n_q, size.e) + b.n_q * size.lse)
+        held = part + base + so_far + size("KV", n, size.e)
+        held[:, :-1] += size("KV", n, size.e)  # K and V of the next step
         peak = np.maximum(peak, held.max(axis=1))
-    last = base + size.out(n, size.e) + size.lse(n)
+    last = base + size("O", n, size.e) + n * size.lse
     if size.merges_wide:
-        peak = np.maximum(peak, last + size.out(n, size.wide))
+        peak = np.maximum(peak, last + size("O", n, size.wide))
     if group.ulysses > 1:
-        peak = np.maximum(peak, last + size.out(n, size.e))
+        peak = np.maximum(peak, last + size("O", n, size.e))
     return peak
 
 
 def _peak_backward(group: Group) -> np.ndarray:
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
-    e, kv = size.e, size.kv(n, size.e)
-    base = size.q(n, e) + kv + 2 * size.out(n, e) + size.lse(n)
-    base += size.out(n, e) * (group.ulysses > 1)  # the original dout
-    results = size.q(n, e) + kv
+    e, kv = size.e, size("KV", n, size.e)
+    base = size("QKVOO", n, e) + n * size.lse
+    base += size("O", n, e) * (group.ulysses > 1)  # the original dout
+    results = size("QKV", n, e)
     peak = np.full(group.ranks, base + results)
     if ring > 1:
         heads = group.own_parts[0].problem.kv_heads
         early = results * heads // (group.problem.kv_heads // group.ulysses)
-        block = lambda b: size.q(b.n_q, e) + size.kv(b.n_kv, e)  # noqa: E731
-        dq = _first(group, lambda b: size.q(b.n_q, e))
+        block = lambda b: size("Q", b.n_q, e) + size("KV", b.n_kv, e)  # noqa: E731
+        dq = _first(group, lambda b: size("Q", b.n_q, e))
         going, coming = (
-            _first(group, lambda b: size.kv(b.n_kv, e), before=x) for x in (False, True)
+            _first(group, lambda b: size("KV", b.n_kv, e), before=x) for x in (False, True)
         )
         held = _later(group, block) + base + early + kv
         held[:, :-1] += kv  # K and V of the next step
         if ring > 2:  # sums of all rows in float32
-            dq[:], wide = size.q(n, size.wide), size.kv(n, size.a)
+            dq[:], wide = size("Q", n, size.wide), size("KV", n, size.a)
             held += dq[:, None]
             held[:, 1] += going + coming + wide
             held[:, 2:] += 2 * wide

@@ -5,37 +5,29 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.distributed.account import Account, fields, zeros
+from flashsim.distributed.account import QUANTITIES, Account, fields, zeros
 from flashsim.distributed.group import Group
 from flashsim.schedule.names import COMPUTE
 
 
-class Rank:
-    """The arrays in one rank's memory, by name, and the most bytes that they ever took together."""
+class Rank(dict[str, np.ndarray]):
+    """The arrays in one rank's memory by name; `peak` is the most bytes that they ever took."""
 
-    def __init__(self) -> None:
-        self.arrays: dict[str, np.ndarray] = {}
-        self.peak = 0
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.arrays[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.arrays
+    peak = 0
 
     def put(self, **arrays: np.ndarray) -> None:
         """Add arrays to the rank's memory; an array of an existing name replaces the old one."""
-        self.arrays |= arrays
-        self.peak = max(self.peak, sum(x.nbytes for x in self.arrays.values()))
+        self.update(arrays)
+        self.peak = max(self.peak, sum(x.nbytes for x in self.values()))
 
     def rename(self, name: str, to: str) -> None:
         """Rename an array; it replaces any array that has the new name."""
-        self.arrays[to] = self.arrays.pop(name)
+        self[to] = self.pop(name)
 
     def drop(self, *names: str) -> None:
         """Remove the arrays of these names from the rank's memory."""
         for name in names:
-            del self.arrays[name]
+            del self[name]
 
 
 class Ranks:
@@ -48,8 +40,7 @@ class Ranks:
 
     def begin(self, direction: str, *tensors: str) -> None:
         """Start a pass in which the ranks send these tensors to each other."""
-        names = ("flops", "visits", "hbm", "merge")
-        self.made = {name: zeros(self.group, direction) for name in names}
+        self.made = {name: zeros(self.group, direction) for name in QUANTITIES}
         self.sent = {name: zeros(self.group, direction) for name in tensors}
         self.now = 0
 
@@ -110,22 +101,17 @@ class Ranks:
                 for other in members:
                     if other != number:
                         self.sent[tensor][other, self.now] += pieces[other][number % team].nbytes
-                rank.arrays[f"{before}_{name}"] = rank[name]
+                rank[f"{before}_{name}"] = rank[name]
                 parts = [pieces[other][number % team] for other in members]
                 rank.put(**{name: np.concatenate(parts, axis=join)})
         self.now += 1
 
     def gather(self, name: str, rows_of: Callable[[int], np.ndarray], *, heads: bool) -> np.ndarray:
         """Return one array of the whole sequence, assembled from all ranks' rows and heads."""
-        p, team = self.group.problem, self.group.ulysses
-        first = self.ranks[0][name]
-        each = first.shape[1]
-        n_heads = each * (team if heads else 1)
-        whole = np.empty((p.batch, n_heads, p.n_q, *first.shape[3:]), first.dtype)
+        p, first = self.group.problem, self.ranks[0][name]
+        each, team = first.shape[1], self.group.ulysses if heads else 1
+        whole = np.empty((p.batch, each * team, p.n_q, *first.shape[3:]), first.dtype)
         for number, rank in enumerate(self.ranks):
-            if heads:
-                heads_there = slice(number % team * each, (number % team + 1) * each)
-                whole[:, heads_there, rows_of(number // team)] = rank[name]
-            else:
-                whole[:, :, rows_of(number)] = rank[name]
+            there = slice(number % team * each, (number % team + 1) * each)
+            whole[:, there, rows_of(number // team)] = rank[name]
         return whole

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -122,21 +122,19 @@ class Group:
 
     def _team_size(self, ranks: int) -> int:
         if self.scheme != "usp":
-            if self.ulysses not in (None, self._fixed(ranks)):
+            team = ranks if self.scheme == "ulysses" else 1
+            if self.ulysses not in (None, team):
                 raise OptionError(
                     f"ulysses= is only for scheme 'usp', got ulysses={shown(self.ulysses)} with "
                     f"scheme {self.scheme!r}; leave out ulysses="
                 )
-            return self._fixed(ranks)
+            return team
         if self.ulysses is None:
             return math.gcd(ranks, self.problem.kv_heads)
         team = checks.positive_int("ulysses", self.ulysses)
         if ranks % team:
             raise OptionError(f"ulysses= must divide ranks=, got ulysses={team} and ranks={ranks}")
         return team
-
-    def _fixed(self, ranks: int) -> int:
-        return ranks if self.scheme == "ulysses" else 1
 
     def _check_problem(self) -> None:
         p = self.problem
@@ -217,18 +215,17 @@ class Group:
 
     # -- blocks of scores -----------------------------------------------------------------------
 
-    def relation(self, rank: int, step: int) -> int:
-        """Return whose keys a rank has: its `OWN`, or those of a member `BEFORE` or `AFTER` it."""
-        member = rank // self.ulysses
-        if step == 0:
-            return OWN
-        return BEFORE if step <= member else AFTER
+    def relation(self, rank: Any, step: Any) -> np.ndarray:
+        """Return whose keys a rank has: its `OWN`, or those of a member `BEFORE` or `AFTER` it.
+
+        For arrays of ranks and of steps, the result is an array, of type int8.
+        """
+        earlier = np.where(step <= rank // self.ulysses, BEFORE, AFTER)
+        return np.where(step == 0, OWN, earlier).astype(np.int8)
 
     def relations(self) -> np.ndarray:
         """The value of `relation` for every rank and step, an int8 array of shape (ranks, ring)."""
-        member = np.arange(self.ranks)[:, None] // self.ulysses
-        step = np.arange(self.ring)
-        return np.where(step == 0, OWN, np.where(step <= member, BEFORE, AFTER)).astype(np.int8)
+        return self.relation(np.arange(self.ranks)[:, None], np.arange(self.ring))
 
     @cached_property
     def blocks(self) -> tuple[Block | None, Block | None, Block | None]:
@@ -260,7 +257,7 @@ class Group:
 
     def block(self, rank: int, step: int) -> Block | None:
         """Return a rank's block of scores in a ring step, or None if the block is fully masked."""
-        return self.blocks[self.relation(rank, step)]
+        return self.blocks[int(self.relation(rank, step))]
 
     @cached_property
     def own_parts(self) -> tuple[Block, Block | None]:
@@ -273,18 +270,13 @@ class Group:
         assert own is not None
         heads, group = own.problem.kv_heads, own.problem.group
         first = heads if self.ring == 1 else heads - heads // 2
-        first_part, rest = (
-            own._replace(
-                problem=replace(own.problem, heads=(stop - start) * group, kv_heads=stop - start),
-                heads=slice(start * group, stop * group),
-                kv_heads=slice(start, stop),
-            )
-            if stop > start
-            else None
-            for start, stop in ((0, first), (first, heads))
-        )
-        assert first_part is not None
-        return first_part, rest
+
+        def part(start: int, stop: int) -> Block:
+            n = stop - start
+            cut = replace(own.problem, heads=n * group, kv_heads=n)
+            return Block(*own[:2], cut, slice(start * group, stop * group), slice(start, stop))
+
+        return part(0, first), part(first, heads) if first < heads else None
 
     def gradient_block(self, rank: int, step: int) -> Block | None:
         """Return the block of scores that a rank computes in a step of the backward pass.

@@ -21,6 +21,10 @@ from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.tiling import Tiling
 
 
+def _card(result: Spread | SpreadGradients) -> str:
+    return report.card(result) + report.tabled(result.account)
+
+
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Spread:
@@ -36,9 +40,7 @@ class Spread:
     _run: _SpreadRun = field(repr=False)
 
     __repr__ = report.short
-
-    def _repr_html_(self) -> str:
-        return report.card(self) + report.tabled(self.account)
+    _repr_html_ = _card
 
     @property
     def group(self) -> Group:
@@ -68,9 +70,7 @@ class SpreadGradients:
     account: Account
 
     __repr__ = report.short
-
-    def _repr_html_(self) -> str:
-        return report.card(self) + report.tabled(self.account)
+    _repr_html_ = _card
 
 
 @own_errors
@@ -165,9 +165,9 @@ class _SpreadRun(Ranks):
         self.exchange({"out": "out"}, "heads")
         out = self.gather("out", group.rows, heads=False)
         account = self.account("forward")
-        for rank in self.ranks:
+        for number, rank in enumerate(self.ranks):
             kept = {name: rank[name] for name in ("q", "k", "v", "lse")}
-            rank.arrays = {**kept, "out": rank.arrays.get("heads_out", rank["out"])}
+            self.ranks[number] = Rank(kept, out=rank.get("heads_out", rank["out"]))
         return Spread(self.host.give(out), self.host.give(lse), account, self)
 
     def _forward_step(self, number: int, rank: Rank, step: int) -> None:
@@ -202,9 +202,8 @@ class _SpreadRun(Ranks):
         group = self.group
         self.begin("backward", "dout", "K", "V", "dQ", "dK", "dV")
         for number, rank in enumerate(self.ranks):
-            kept = {name: rank[name] for name in ("q", "k", "v", "out", "lse")}
-            rank.arrays, rank.peak = kept, 0
-            rank.put(dout=dout[:, :, group.rows(number)])
+            self.ranks[number] = Rank({name: rank[name] for name in ("q", "k", "v", "out", "lse")})
+            self.ranks[number].put(dout=dout[:, :, group.rows(number)])
         self.exchange({"dout": "dout"}, "given")
         for step in range(group.ring + (group.ring > 1)):
             if step < group.ring - 1:
@@ -228,12 +227,7 @@ class _SpreadRun(Ranks):
 
     def _backward_step(self, number: int, rank: Rank, step: int) -> None:
         block, ring = self.group.gradient_block(number, step), self.group.ring
-        gradients = None if block is None else self._gradients(number, rank, step, block)
-        parts = (
-            {}
-            if gradients is None
-            else {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
-        )
+        parts = {} if block is None else self._gradients(number, rank, step, block)
         if ring == 1:
             rank.put(**parts)
         elif step in (0, ring):
@@ -250,8 +244,8 @@ class _SpreadRun(Ranks):
                 for name, part in parts.items():
                     rows = block.q if name == "dq" else block.k
                     self.add(number, rank[name][:, :, rows], part)
-        names = [f"part_{name}" for name in ("dq", "dk", "dv")]
-        rank.drop(*(name for name in (*names, "dk_sent", "dv_sent") if name in rank))
+        for name in ("part_dq", "part_dk", "part_dv", "dk_sent", "dv_sent"):
+            rank.pop(name, None)
 
     def _begin_sums(self, number: int, rank: Rank, *names: str) -> None:
         """Create float32 zeros for all rows, to which gradients of several blocks are added."""
@@ -276,7 +270,7 @@ class _SpreadRun(Ranks):
         assert block is not None
         return block.q if name == "dq" else block.k
 
-    def _gradients(self, number: int, rank: Rank, step: int, block: Block) -> Any:
+    def _gradients(self, number: int, rank: Rank, step: int, block: Block) -> dict[str, np.ndarray]:
         k, v = self._visiting(rank, step if step < self.group.ring else 0)
         q, out, lse, dout = (
             rank[name][:, block.heads, block.q] for name in ("q", "out", "lse", "dout")
@@ -284,7 +278,7 @@ class _SpreadRun(Ranks):
         k, v = (x[:, block.kv_heads, block.k] for x in (k, v))
         gradients = execution.backward(q, k, v, out, lse, dout, **self._question(block))
         self.note(number, gradients.trace)
-        return gradients
+        return {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
 
     def _come_home(self, number: int, rank: Rank) -> None:
         """Add the gradients of other blocks to those of a rank's own block of scores."""
@@ -316,8 +310,8 @@ class _SpreadRun(Ranks):
 
     def _pass_keys(self, step: int) -> None:
         """Let every rank send its K and V of this step to the next rank in the ring."""
-        for name, tensor in (("k", "K"), ("v", "V")):
-            self.send(tensor, f"visiting_{name}" if step else name, f"incoming_{name}")
+        for name in ("k", "v"):
+            self.send(name.upper(), f"visiting_{name}" if step else name, f"incoming_{name}")
 
     def _pass_gradients(self) -> None:
         """Let every rank send its dK and dV, if it has any, to the next rank in the ring."""
@@ -331,6 +325,6 @@ class _SpreadRun(Ranks):
         """Make the K and V that arrived during a step the current K and V of the next step."""
         for rank in self.ranks:
             for name in ("k", "v"):
-                rank.arrays.pop(f"visiting_{name}", None)
+                rank.pop(f"visiting_{name}", None)
                 if f"incoming_{name}" in rank:
                     rank.rename(f"incoming_{name}", f"visiting_{name}")

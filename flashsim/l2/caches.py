@@ -1,7 +1,5 @@
 """Simulates two caches, compiled by Numba: a textbook cache, and one built like a GPU's L2."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 
@@ -61,8 +59,6 @@ def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
 
 
 # -- set-associative, with partitions: a sample of the lines ---------------------------------------
-#
-# `held[part, set, way]` is a line number, or -1 if empty; `touched` is the time of its last use.
 
 
 @keep
@@ -76,43 +72,37 @@ def _way(held, part, cache_set, line):
 
 @keep
 @njit
-def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
+def _insert(cache, part, line):
     """Store a line in an empty or the least recently used way of the line's set; return the way."""
-    way = 0
+    held, touched, cache_set, way = cache.held, cache.touched, cache.place_of[line], 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:
             way = other
             break
         if touched[part, cache_set, other] < touched[part, cache_set, way]:
             way = other
-    if held[part, cache_set, way] >= 0 and dirty[part, cache_set, way]:
-        lost[tile_of[held[part, cache_set, way]]] += 1
+    if held[part, cache_set, way] >= 0 and cache.dirty[part, cache_set, way]:
+        cache.lost[cache.tile_of[held[part, cache_set, way]]] += 1
     held[part, cache_set, way] = line
-    touched[part, cache_set, way] = now
-    dirty[part, cache_set, way] = False
+    touched[part, cache_set, way] = cache.clock[0]
+    cache.dirty[part, cache_set, way] = False
     return way
 
 
 @keep
 @njit
-def replay_sets(
-    ids, codes, first, place_of, home_of, tile_of, held, touched, dirty, clock, fetched, lost
-):
+def replay_sets(ids, codes, cache):
     """Count the lines that requests read from DRAM, and the lines that evictions write to DRAM.
 
-    The cache is set-associative with partitions. An SM sends all its requests to its own partition.
-    If a line's home is the opposite partition, the line is read through the home, and both
-    partitions keep a copy. A store or a reduction goes to the line's home partition, and drops any
-    copy in the opposite partition.
+    `cache` is a `requests.SetCache`, whose state and counts change. An SM sends all its requests to
+    its own partition. If a line's home is the opposite partition, the line is read through the
+    home, and both partitions keep a copy. A store or a reduction goes to the line's home partition,
+    and drops any copy in the opposite partition.
 
-    Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``. Each line has a set
-    (`place_of`, int32), a home partition (`home_of`, uint8) and a tile (`tile_of`, int32). The
-    cache's state, changed in place, is `held`, int32, `touched`, int64, and `dirty`, bool, each
-    (partitions, sets, ways), and `clock`, int64 (1,). Each tile's DRAM reads are added to
-    `fetched`, and DRAM writes to `lost`, int64 (tiles,), in lines. Returns the number of lines that
-    requests load, and how many of these come from DRAM. Placeholders (`captured.Requests`) are
-    skipped.
+    Returns the number of lines that requests load, and how many of these come from DRAM.
+    Placeholders (`captured.Requests`) are skipped.
     """
+    first, held, touched = cache.first, cache.held, cache.touched
     partitions = held.shape[0]
     loaded = missed = 0
     for r in range(len(ids)):
@@ -124,27 +114,27 @@ def replay_sets(
         # The conversion keeps the type the same in both branches, so Numba compiles _way once.
         side = np.int64(codes[r] // SIDE if partitions == 2 else 0)
         for line in range(first[tile], first[tile + 1]):
-            clock[0] += 1
-            cache_set, home = place_of[line], np.int64(home_of[line])
+            cache.clock[0] += 1
+            cache_set, home = cache.place_of[line], np.int64(cache.home_of[line])
             if op == LOAD and home != side:
                 way = _way(held, side, cache_set, line)
                 if way >= 0:
-                    touched[side, cache_set, way] = clock[0]
+                    touched[side, cache_set, way] = cache.clock[0]
                     continue
             way = _way(held, home, cache_set, line)
             if way >= 0:
-                touched[home, cache_set, way] = clock[0]
+                touched[home, cache_set, way] = cache.clock[0]
             else:
                 if op != STORE:  # a store overwrites whole lines: nothing to fetch
-                    fetched[tile] += 1
+                    cache.fetched[tile] += 1
                     missed += op == LOAD
-                way = _insert(held, touched, dirty, home, cache_set, line, clock[0], tile_of, lost)
+                way = _insert(cache, home, line)
             if op != LOAD:
-                dirty[home, cache_set, way] = True
+                cache.dirty[home, cache_set, way] = True
                 if partitions == 2:
                     copy = _way(held, 1 - home, cache_set, line)
                     if copy >= 0:
                         held[1 - home, cache_set, copy] = -1
             elif home != side:
-                _insert(held, touched, dirty, side, cache_set, line, clock[0], tile_of, lost)
+                _insert(cache, side, line)
     return loaded, missed

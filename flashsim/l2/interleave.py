@@ -4,8 +4,6 @@ A request to L2 is a tile number and a code. The code is the request's operation
 SIDE if the SM belongs to the second partition.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 
@@ -68,8 +66,7 @@ def _ask(
 def weave(
     walks, outers, ptr, inner, slower, tile_of, several, requests, parts, head_of, stride, members,
     in_step, flipped, cluster, time, block, done, heap, sides, pace, jitter, seed, keys_outside,
-    out, codes, ranks, turns, since, turn, wait, lines, places, homes, line_tiles, held, touched,
-    dirty, clock, fetched, lost,
+    out, codes, ranks, turns, since, turn, wait, cache,
 ):  # fmt: skip
     """Write all requests of one kernel in the order in which the SMs issue them; return how many.
 
@@ -101,8 +98,7 @@ def weave(
     arrays, (query heads, inner tiles), start as zeros. `turns`, int32, holds how many visits to an
     inner tile have started. `since`, float64, holds when the next visit may start.
 
-    If `wait` is positive, the arguments from `lines` on are those of `caches.replay_sets` from
-    `first` on: a cache that the requests go through as they are issued. Its state changes.
+    If `wait` is positive, requests go through `cache` (`requests.SetCache`) as they are issued.
     """
     blocks = len(walks)
     n, no_inner, draw = np.int64(0), np.int64(0), np.int64(seed)
@@ -158,10 +154,7 @@ def weave(
         if total:
             takes += slower[ptr[outer] + v]
         if wait > 0.0:
-            loaded, missed = replay_sets(
-                out[issued:n], codes[issued:n], lines, places, homes, line_tiles, held, touched,
-                dirty, clock, fetched, lost,
-            )  # fmt: skip
+            loaded, missed = replay_sets(out[issued:n], codes[issued:n], cache)
             if loaded:
                 takes += wait * missed / loaded
             issued = n
@@ -176,10 +169,7 @@ def weave(
                     keys_outside, side, out, codes, n,
                 )  # fmt: skip
             if wait > 0.0:
-                replay_sets(
-                    out[issued:n], codes[issued:n], lines, places, homes, line_tiles, held, touched,
-                    dirty, clock, fetched, lost,
-                )  # fmt: skip
+                replay_sets(out[issued:n], codes[issued:n], cache)
             done[slot] = 0
             if started < blocks:
                 block[slot] = started

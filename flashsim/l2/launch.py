@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.errors import DTypeError, OptionError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
 from flashsim.schedule.head_grouping import clump_size
-from flashsim.schedule.plans import heads_of
-from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split_kv import occupancy
 from flashsim.schedule.tables import INT32
 
@@ -151,48 +150,44 @@ class L2Model:
         halves = np.arange(device.sm_count) % self.parts(device)
         return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
 
-    def shares(
-        self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
-    ) -> Shares:
-        """Return `jitter`, `wait`, `turn` and the time of `masked`, in units of a visit's time."""
-        seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
+
+class Launch:
+    """The launch of one stage's kernel under an `L2Model`: how its thread blocks are scheduled.
+
+    `slots` thread blocks run at the same time. The kernel runs `walks` loops over its outer tiles,
+    and each loop advances by `stride` query heads. `tile` is the tile, cut to the problem's size.
+    """
+
+    def __init__(self, model: L2Model, requested: Traffic, stage: plans.Stage) -> None:
+        self.model, self.requested, self.stage = model, requested, stage
+        self.schedule, self.device = requested.schedule(stage), requested.device
+        per_sm = model.blocks_per_sm or occupancy(stage, self.schedule, self.device)
+        self.slots = self.device.sm_count * per_sm
+        self.walks, self.stride = plans.heads_of(stage, requested.problem)
+        self.tile = self.schedule.tiling.clip(requested.problem, self.schedule.split)
+
+    def visit_seconds(self) -> float:
+        """Return the seconds of one visit's matrix products at the device's peak, 0 if unknown."""
+        r, dtype = self.requested, self.requested.problem.dtype
+        if dtype not in {*self.device.tensor_flops, *self.device.cuda_flops}:
+            return 0.0
+        visit = stage_work(r.problem, r.algorithm, r.direction, self.stage.name).visit
+        q, k = self.tile.block_q, self.tile.block_k
+        return total_flops(visit, q, k, q * k)["matmul"] / (self.device.peak(dtype) / self.slots)
+
+    def shares(self) -> Shares:
+        """Return the model's `jitter`, `wait`, `turn` and time of `masked`, per visit's time."""
+        seconds, model = self.visit_seconds(), self.model
         if not seconds:
             return Shares(0.0, 0.0, 0.0, 0.0)
-        tile = schedule.tiling.clip(schedule.problem, schedule.split)
-        instructions = self.masked * tile.block_q * tile.block_k
-        each = device.peak("float32", tensor_cores=False) / 2 / self.slots(stage, schedule, device)
-        wait = 0.0 if self.ways is None else self.wait
-        return Shares(
-            min(1.0, self.jitter / seconds),
-            wait / seconds,
-            self.turn / seconds,
-            instructions / each / seconds,
-        )
-
-    def visit_seconds(
-        self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
-    ) -> float:
-        """Return the seconds of one visit's matrix products at the device's peak, 0 if unknown."""
-        p, tile = schedule.problem, schedule.tiling.clip(schedule.problem, schedule.split)
-        if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
-            return 0.0
-        visit = stage_work(p, algorithm, direction, stage.name).visit
-        sides = tile.block_q, tile.block_k, tile.block_q * tile.block_k
-        flops = total_flops(visit, *sides)["matmul"]
-        each = device.peak(p.dtype) / self.slots(stage, schedule, device)
-        return flops / each
-
-    def slots(self, stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-        """Return how many thread blocks run at the same time: the SMs times the blocks per SM."""
-        return device.sm_count * (self.blocks_per_sm or occupancy(stage, schedule, device))
+        instructions = model.masked * self.tile.block_q * self.tile.block_k
+        each = self.device.peak("float32", tensor_cores=False) / 2 / self.slots
+        wait = 0.0 if model.ways is None else model.wait
+        times = wait / seconds, model.turn / seconds, instructions / each / seconds
+        return Shares(min(1.0, model.jitter / seconds), *times)
 
     def order(
-        self,
-        stage: plans.Stage,
-        schedule: Schedule,
-        visits: np.ndarray,
-        device: Device,
-        columns: np.ndarray | None = None,
+        self, visits: np.ndarray, columns: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return each thread block's loop number and outer tile (int32), in the order of start.
 
@@ -200,53 +195,39 @@ class L2Model:
         each outer tile, or of each part if keys are split. For a fixed order of additions to dQ,
         `columns` has the column tiles in the order of `launch="in-turns"`.
         """
-        walks, tiles = heads_of(stage, schedule.problem)[0], len(visits)
-        tile_order = np.arange(tiles)
-        if stage.outer == "keys" and schedule.key_order == "descending":
-            tile_order = tile_order[::-1]
-        if self.launch == "head-first":
-            return _grid(np.arange(walks), tile_order, walk_outside=True)
-        if self.launch == "tile-first":
-            return _grid(np.arange(walks), tile_order, walk_outside=False)
-        longest = tile_order[np.argsort(-visits[tile_order], kind="stable")]
-        longest = longest if columns is None else columns
-        size = self._together(stage, schedule, tiles, device)
-        groups = [
-            _grid(np.arange(first, min(first + size, walks)), longest, walk_outside=False)
-            for first in range(0, walks, size)
-        ]
-        return np.concatenate([g[0] for g in groups]), np.concatenate([g[1] for g in groups])
+        tiles = np.arange(len(visits), dtype=np.int32)
+        if self.stage.outer == "keys" and self.schedule.key_order == "descending":
+            tiles = tiles[::-1]
+        if columns is not None:
+            tiles = columns.astype(np.int32)
+        elif self.model.launch not in ("head-first", "tile-first"):
+            tiles = tiles[np.argsort(-visits[tiles], kind="stable")]
+        size = 1 if self.model.launch == "head-first" else self._together(len(tiles))
+        walks = np.arange(self.walks, dtype=np.int32)
+        groups = [walks[first : first + size] for first in range(0, self.walks, size)]
+        return (
+            np.concatenate([np.tile(group, len(tiles)) for group in groups]),
+            np.concatenate([np.repeat(tiles, len(group)) for group in groups]),
+        )
 
-    def waves(
-        self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device, blocks: int
-    ) -> np.ndarray:
+    def waves(self, tiles: int, blocks: int) -> np.ndarray:
         """Return the number of the wave in which each of `blocks` thread blocks starts.
 
         With `walk="in-step"`, every head group takes the same integer number of waves
         (kernels/hopper/tile_scheduler.cuh).
         """
-        at_once = max(min(self.slots(stage, schedule, device), blocks), 1)
+        at_once = max(min(self.slots, blocks), 1)
         block = np.arange(blocks)
-        if self.walk != "in-step":
+        if self.model.walk != "in-step":
             return block // at_once
-        whole = tiles * self._together(stage, schedule, tiles, device)
+        whole = tiles * self._together(tiles)
         each = max(1, (2 * whole + at_once) // (2 * at_once))
         return block // whole * each + block % whole // at_once
 
-    def _together(self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device) -> int:
+    def _together(self, tiles: int) -> int:
         """Return the size of a launch's groups, in loops (heads, or groups of query heads)."""
-        if self.launch not in ("grouped", "in-turns"):
-            return heads_of(stage, schedule.problem)[0]
-        return self.heads_in_group or clump_size(
-            *(stage, schedule.problem, tiles), l2_bytes=device.l2_bytes, processors=device.sm_count
-        )
-
-
-def _grid(
-    walks: np.ndarray, tiles: np.ndarray, *, walk_outside: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    if walk_outside:
-        pair = np.repeat(walks, len(tiles)), np.tile(tiles, len(walks))
-    else:
-        pair = np.tile(walks, len(tiles)), np.repeat(tiles, len(walks))
-    return pair[0].astype(np.int32), pair[1].astype(np.int32)
+        if self.model.launch not in ("grouped", "in-turns"):
+            return self.walks
+        limits = {"l2_bytes": self.device.l2_bytes, "processors": self.device.sm_count}
+        heads = self.model.heads_in_group
+        return heads or clump_size(self.stage, self.requested.problem, tiles, **limits)

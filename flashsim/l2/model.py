@@ -13,11 +13,10 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import UnsupportedError, own_errors
 from flashsim.l2.captured import LINE, LINED
 from flashsim.l2.curve import Curve
-from flashsim.l2.launch import L2Model
-from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
+from flashsim.l2.launch import L2Model, Launch
+from flashsim.l2.requests import SetCache, Stream, TileNumbers, stream
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
-from flashsim.schedule import plans
 
 OPS = ("read", "write", "pending")
 
@@ -95,38 +94,24 @@ class Dram:
 
     def table(self) -> report.Table:
         """Return a table that lists each kernel's requested bytes and DRAM bytes."""
-        r, table = self.requested, self._empty()
-        for part in self.stages:
-            asked = {
-                op: sum(
-                    nbytes
-                    for (stage, its_op, _), nbytes in r.transfers.items()
-                    if (stage, its_op) == (part.name, op)
-                )
-                for op in questions.OPS
-            }
-            totals = [sum(getattr(part, op).values()) for op in OPS]
-            table.add(part.name, *asked.values(), *totals)
-        totals = [self.bytes(op) for op in OPS]
-        table.add("all", *(r.bytes(op) for op in questions.OPS), *totals)
-        return table
-
-    def _empty(self) -> report.Table:
-        r = self.requested
-        return report.Table(
+        r, columns = self.requested, ("stage", *(f"{op} B" for op in questions.OPS))
+        table = report.Table(
             f"{r.algorithm} {r.direction}, {questions.in_words(r.problem)}, tiles {r.tiling}, "
             f"{r.device.name}: "
             f"L2 of {r.device.l2_bytes:,} B, {self.model.launch}, "
             f"{'empty' if self.model.flush else 'warm'} L2 at kernel start",
-            (
-                *("stage", "load B", "store B", "reduce B"),
-                *("DRAM read B", "DRAM write B", "pending B"),
-            ),
+            (*columns, "DRAM read B", "DRAM write B", "pending B"),
             note=(
                 f"compulsory {r.compulsory():,} B · L2 hit rate {self.hit_rate():.1%} · simulated; "
                 "docs/reference/predictions.md compares the model with hardware counters"
             ),
         )
+        for part in self.stages:
+            moved = questions.by_operation(r.transfers, (part.name,))
+            asked = (sum(n for (op, _), n in moved.items() if op == its) for its in questions.OPS)
+            table.add(part.name, *asked, *(sum(getattr(part, op).values()) for op in OPS))
+        table.add("all", *(r.bytes(op) for op in questions.OPS), *(self.bytes(op) for op in OPS))
+        return table
 
     _repr_html_ = report.tabled
 
@@ -158,11 +143,12 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     """
     model = _model(requested, model)
     r, whole = requested, model.ways is None
-    tiles = _tiles(r)
+    tiles = TileNumbers.of(r)
     cache = _WholeTiles(tiles, r.device) if whole else _Sets(tiles, r.device, model)
     stages: list[StageDram] = []
     for stage in r.stages:
-        part = _stream(r, stage, tiles, model, cache.copy() if isinstance(cache, _Sets) else None)
+        waited_for = cache.copy() if isinstance(cache, _Sets) else None
+        part = stream(Launch(model, r, stage), tiles, waited_for)
         read, written = cache.replay(part)
         last = len(stages) + 1 == len(r.stages)
         # Otherwise the next kernel may still use the dirty lines.
@@ -200,27 +186,10 @@ def _model(requested: Traffic, model: L2Model | None) -> L2Model:
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
 
 
-def _tiles(requested: Traffic) -> TileNumbers:
-    r = requested
-    return numbers_of(r.problem, r.schedule(r.stages[0]), r.algorithm, r.direction)
-
-
 def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[Stream]]:
     """Return the tiles and every stage's requests, of visits that do not wait for lines."""
-    tiles = _tiles(requested)
-    return tiles, (_stream(requested, stage, tiles, model) for stage in requested.stages)
-
-
-def _stream(
-    requested: Traffic,
-    stage: plans.Stage,
-    tiles: TileNumbers,
-    model: L2Model,
-    cache: tuple[np.ndarray, ...] | None = None,
-) -> Stream:
-    r = requested
-    given = r.algorithm, r.direction, r.device, model
-    return stream(stage, r.schedule(stage), tiles, *given, cache)
+    tiles = TileNumbers.of(requested)
+    return tiles, (stream(Launch(model, requested, stage), tiles) for stage in requested.stages)
 
 
 class _WholeTiles:
@@ -282,45 +251,37 @@ class _Sets:
                 n = its.stop - its.start
                 some = rng.permutation(n)[: max(round(n * sets / all_sets), LEAST_CAPTURED)]
                 lines[its] = np.bincount(some, minlength=n)
-        self.first = np.concatenate([[0], np.cumsum(lines)])
-        count = int(self.first[-1])
-        self.places = rng.integers(sets, size=count, dtype=np.int32)
-        self.homes = rng.integers(parts, size=count, dtype=np.uint8)
-        self.tile_of = np.repeat(np.arange(len(lines), dtype=np.int32), lines)
-        self.shape = parts, sets, model.ways
+        first = np.concatenate([[0], np.cumsum(lines)])
+        count = int(first[-1])
+        places = rng.integers(sets, size=count, dtype=np.int32)
+        homes = rng.integers(parts, size=count, dtype=np.uint8)
+        tile_of = np.repeat(np.arange(len(lines), dtype=np.int32), lines)
+        shape = parts, sets, model.ways
+        self.cache = SetCache.empty(first, places, homes, tile_of, shape=shape)
         per_tensor, nbytes = tiles.by_tensor(lines), tiles.by_tensor(tiles.size)
         self.bytes_a_line = {name: nbytes[name] / n for name, n in per_tensor.items()}
         # A captured array's tiles are its lines, and the last line of an array may be shorter.
         listed = {name: tiles.range_of(name) for name in tiles.names if name in LINED}
         self.whole = {name: its for name, its in listed.items() if lines[its].all()}
-        self._empty()
 
-    def _empty(self) -> None:
-        self.held, self.touched = np.full(self.shape, -1, np.int32), np.zeros(self.shape, np.int64)
-        self.dirty, self.clock = np.zeros(self.shape, bool), np.zeros(1, np.int64)
-
-    def copy(self) -> tuple[np.ndarray, ...]:
-        """Return arguments of `caches.replay_sets`, with copies of the cache's state."""
-        state = (x.copy() for x in (self.held, self.touched, self.dirty, self.clock))
-        counts = np.zeros((2, len(self.tiles.size)), np.int64)
-        return self.first, self.places, self.homes, self.tile_of, *state, *counts
+    def copy(self) -> SetCache:
+        """Return a copy of the cache and its state."""
+        return SetCache(*(x.copy() for x in self.cache))
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
         """Replay a kernel's requests; return the DRAM bytes read and written, by tensor."""
         from flashsim.l2.caches import replay_sets
 
         fetched, lost = np.zeros((2, len(self.tiles.size)), np.int64)
-        replay_sets(
-            *(part.ids, part.codes, self.first, self.places, self.homes, self.tile_of),
-            *(self.held, self.touched, self.dirty, self.clock, fetched, lost),
-        )
+        replay_sets(part.ids, part.codes, self.cache._replace(fetched=fetched, lost=lost))
         return self._bytes(fetched), self._bytes(lost)
 
     def drain(self) -> dict[str, int]:
         """Empty the cache, and return the dirty bytes by tensor."""
-        lines = self.held[self.dirty & (self.held >= 0)]
-        dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
-        self._empty()
+        c = self.cache
+        lines = c.held[c.dirty & (c.held >= 0)]
+        dirty = np.bincount(c.tile_of[lines], minlength=len(self.tiles.size))
+        self.cache = SetCache.empty(*c[:4], shape=c.held.shape)
         return self._bytes(dirty)
 
     def _bytes(self, lines: np.ndarray) -> dict[str, int]:

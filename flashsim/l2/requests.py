@@ -5,29 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.counts.traffic import Traffic
 from flashsim.errors import UnsupportedError, require_numba
 from flashsim.l2 import captured
-from flashsim.l2.launch import L2Model
+from flashsim.l2.launch import Launch
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.schedule import plans
+from flashsim.schedule import plans, tensors
 from flashsim.schedule.dq_order import turns
-from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Csr, Schedule
 from flashsim.schedule.tables import MASKED
-from flashsim.schedule.tensors import (
-    COL,
-    QUERY,
-    ROW,
-    TABLE_ITEM,
-    TILE,
-    TensorShape,
-    matrices,
-    shape,
-)
 
 #: The most requests of a stage, and the most distinct tiles, to replay: 5 B and 40 B each.
 MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000
@@ -46,6 +37,35 @@ class Stream:
     stage: plans.Stage
     ids: np.ndarray
     codes: np.ndarray
+
+
+class SetCache(NamedTuple):
+    """A set-associative cache with partitions, for `caches.replay_sets`: lines, state and counts.
+
+    Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``. Each line has a set
+    (`place_of`, int32), a home partition (`home_of`, uint8) and a tile (`tile_of`, int32). The
+    state has the shape (partitions, sets, ways): `held`, int32, is a line number, or -1 if empty;
+    `touched`, int64, is the time of its last use by `clock`, int64 (1,); `dirty` is bool. Each
+    tile's DRAM reads are added to `fetched`, and DRAM writes to `lost`, int64 (tiles,), in lines.
+    """
+
+    first: np.ndarray
+    place_of: np.ndarray
+    home_of: np.ndarray
+    tile_of: np.ndarray
+    held: np.ndarray
+    touched: np.ndarray
+    dirty: np.ndarray
+    clock: np.ndarray
+    fetched: np.ndarray
+    lost: np.ndarray
+
+    @classmethod
+    def empty(cls, *lines: np.ndarray, shape: tuple[int, ...]) -> SetCache:
+        """Return an empty cache of `shape`, for lines with a `first`, place, home and tile."""
+        state = np.full(shape, -1, np.int32), np.zeros(shape, np.int64), np.zeros(shape, bool)
+        counts = np.zeros((2, len(lines[0]) - 1), np.int64)
+        return cls(*lines, *state, np.zeros(1, np.int64), *counts)
 
 
 class TileNumbers:
@@ -78,25 +98,33 @@ class TileNumbers:
             sizes.append(np.tile(self._sizes(name, tensor), owners) if lines is None else lines)
         self.size = np.concatenate(sizes)
 
-    def matrices(self, tensor: TensorShape) -> int:
-        """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
-        members = self.schedule.members if tensor.owner == QUERY else 1
-        return matrices(self.problem, tensor.owner) // members
+    @classmethod
+    def of(cls, requested: Traffic) -> TileNumbers:
+        """Return numbers for the tiles of each tensor that a pass loads, stores or reduces."""
+        r, ops = requested, ("load", "store", "reduce")
+        used = plans.tensors_of(r.problem, r.algorithm, r.direction, *ops)
+        names = [*dict.fromkeys(map(captured.lined, used))]
+        return cls(r.problem, r.schedule(r.stages[0]), names)
 
-    def tiles(self, tensor: TensorShape) -> int:
+    def matrices(self, tensor: tensors.TensorShape) -> int:
+        """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
+        members = self.schedule.members if tensor.owner == tensors.QUERY else 1
+        return tensors.matrices(self.problem, tensor.owner) // members
+
+    def tiles(self, tensor: tensors.TensorShape) -> int:
         """Return the number of tiles in one matrix of a tensor."""
         t_r, t_c = self.schedule.t_r, self.schedule.t_c
         parts = int(self.schedule.part_counts.sum()) if tensor.axis == PART else 0
-        return {ROW: t_r, COL: t_c, PART: parts}.get(tensor.axis, t_r * t_c)
+        return {tensors.ROW: t_r, tensors.COL: t_c, PART: parts}.get(tensor.axis, t_r * t_c)
 
-    def _sizes(self, name: str, tensor: TensorShape) -> np.ndarray:
-        if tensor.axis == TILE:
+    def _sizes(self, name: str, tensor: tensors.TensorShape) -> np.ndarray:
+        if tensor.axis == tensors.TILE:
             return np.multiply.outer(self.heights, self.widths).ravel() * tensor.width
         if name == "table":
-            return self.schedule.page_counts * TABLE_ITEM
+            return self.schedule.page_counts * tensors.TABLE_ITEM
         if tensor.axis == PART:
             return np.repeat(self.heights, self.schedule.part_counts) * tensor.width
-        return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
+        return (self.heights if tensor.axis == tensors.ROW else self.widths) * tensor.width
 
     def range_of(self, name: str) -> slice:
         """Return the range of a tensor's tile numbers."""
@@ -109,12 +137,6 @@ class TileNumbers:
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
-
-
-def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
-    """Return numbers for the tiles of each tensor that the pass loads, stores or reduces."""
-    used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
-    return TileNumbers(problem, schedule, [*dict.fromkeys(map(captured.lined, used))])
 
 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
@@ -132,8 +154,9 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
         outers, divided = schedule.t_r if stage.outer == "queries" else schedule.t_c, 0
         visits = schedule.t_r * schedule.t_c if stage.per == "bias" else schedule.sums.visits
     ends = (outers - divided) * whole + divided * rest
-    repeat, stride = heads_of(stage, schedule.problem)
-    return repeat * (outers * before + ends + _members(stage, schedule, stride) * visits * each)
+    members = plans.members_of(stage, schedule.problem, schedule.split)
+    repeat, _ = plans.heads_of(stage, schedule.problem)
+    return repeat * (outers * before + ends + members * visits * each)
 
 
 def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
@@ -155,25 +178,11 @@ def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
     return stage.before, stage.visit, tuple(m for m in stage.after if m not in partial), partial
 
 
-def _members(stage: plans.Stage, schedule: Schedule, group: int) -> int:
-    """Return the number of query heads that a key head's thread block processes in sequence."""
-    return group if stage.per == "group" and schedule.members == 1 else 1
-
-
-def stream(
-    stage: plans.Stage,
-    schedule: Schedule,
-    tiles: TileNumbers,
-    algorithm: str,
-    direction: str,
-    device: Device,
-    model: L2Model,
-    cache: tuple[np.ndarray, ...] | None = None,
-) -> Stream:
+def stream(launch: Launch, tiles: TileNumbers, cache: SetCache | None = None) -> Stream:
     """Return one kernel's requests to L2, interleaved as thread blocks would issue requests.
 
-    `cache` has the arguments of `caches.replay_sets` from `first` on: a cache in which visits find
-    their lines, or wait for them. Its state changes. Without `cache`, visits do not wait.
+    In `cache`, visits find their lines, or wait for them; its state changes. Without `cache`,
+    visits do not wait.
 
     Raises
     ------
@@ -185,47 +194,39 @@ def stream(
     require_numba("the model of the L2 cache")
     from flashsim.l2.interleave import weave
 
-    p, merges = schedule.problem, stage.parts == "merges"
-    touched = captured.Requests(schedule, len(tiles.size))
-    parts = [_requests(tiles, stage, moves, touched, merges=merges) for moves in _moves(stage)]
-    before, each, whole, part = map(len, parts)
-    _, stride = heads_of(stage, p)
-    members = _members(stage, schedule, stride)
-    if stage.per == "bias":
-        stride = 1
-    n = requests(stage, schedule)
+    stage, schedule, model = launch.stage, launch.schedule, launch.model
+    p, n = schedule.problem, requests(stage, schedule)
     if n > MOST_REQUESTS:
         raise _too_many(stage, n)
+    touched = captured.Requests(schedule, len(tiles.size))
+    parts = [_requests(tiles, stage, moves, touched) for moves in _moves(stage)]
+    members = plans.members_of(stage, p, schedule.split)
     ptr, inner, masked, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
     if model.launch == "in-turns" and any(move.op == "reduce" for move in stage.visit):
         columns, ranks = turns(ptr, inner)
         waiting = p.batch * p.heads, schedule.t_r
-    walks, outers = model.order(stage, schedule, np.diff(ptr), device, columns)
-    wave = model.waves(stage, schedule, len(ptr) - 1, device, len(walks))
+    walks, outers = launch.order(np.diff(ptr), columns)
+    wave = launch.waves(len(ptr) - 1, len(walks))
     in_step = model.walk == "in-step" and stage.outer == "keys" and not len(ranks)
     flipped = (wave % 2 == (not in_step)) & (in_step or model.walk == "sawtooth")
     cluster = model.cluster if stage.outer == "keys" and stage.visit and not len(ranks) else 1
     walks, outers, flipped = (np.repeat(x, cluster) for x in (walks, outers, flipped))
-    slots = min(model.slots(stage, schedule, device), len(walks))
-    share = model.shares(stage, schedule, device, algorithm, direction)
+    slots, share = min(launch.slots, len(walks)), launch.shares()
     wait = 0.0 if cache is None else share.wait
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
-    table, edges = (
-        [row for part in parts for row in part],
-        np.cumsum([0, before, each, whole, part]),
-    )
+    table, edges = [row for part in parts for row in part], np.cumsum([0, *map(len, parts)])
     written = weave(
         *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32), masked * share.masked),
         *(tile_of.astype(np.int32), several),
         *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage, schedule.members)),
-        *(stride, members, in_step, flipped, cluster),
+        *(1 if stage.per == "bias" else launch.stride, members, in_step, flipped, cluster),
         *(np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
-        *(np.arange(slots), model.sides(slots, device), _pace(slots, device)),
+        *(np.arange(slots), model.sides(slots, launch.device), _pace(slots, launch.device)),
         *(share.jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), share.turn),
-        *(wait, *(_no_cache() if cache is None else cache)),
+        *(wait, SetCache.empty(*_NO_LINES, shape=(1, 1, 1)) if cache is None else cache),
     )
     assert written == n
     expanded = touched.expand(ids, codes, MOST_REQUESTS)
@@ -234,24 +235,16 @@ def stream(
     return Stream(stage, *expanded)
 
 
+#: The lines of a cache for no tiles.
+_NO_LINES = np.zeros(1, np.int64), *(np.zeros(0, kind) for kind in (np.int32, np.uint8, np.int32))
+
+
 def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
     return UnsupportedError(
         f"stage {stage.name!r} makes {n:,} tile requests, but the L2 model replays at most "
         f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (bytes per head hardly change "
         "once there are many more blocks than run at once)"
     )
-
-
-def _no_cache() -> tuple[np.ndarray, ...]:
-    """Return arguments of the types that `caches.replay_sets` takes from `first` on."""
-    lines = (
-        np.zeros(1, np.int64),
-        np.zeros(0, np.int32),
-        np.zeros(0, np.uint8),
-        np.zeros(0, np.int32),
-    )
-    held, touched, dirty = (np.zeros((1, 1, 1), kind) for kind in (np.int32, np.int64, bool))
-    return *lines, held, touched, dirty, *np.zeros((3, 1), np.int64)
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
@@ -264,9 +257,9 @@ def _pace(slots: int, device: Device) -> np.ndarray:
     return sharing / max(1, sharing.max(initial=1))
 
 
-def _shape(problem: Problem, name: str) -> TensorShape:
+def _shape(problem: Problem, name: str) -> tensors.TensorShape:
     """Return a tensor's layout from `tensors.shape`, but with axis PART for a partial result."""
-    its = shape(problem, name)
+    its = tensors.shape(problem, name)
     return its._replace(axis=PART) if name.endswith("_part") else its
 
 
@@ -312,8 +305,6 @@ def _requests(
     stage: plans.Stage,
     moves: Iterable[plans.Move],
     touched: captured.Requests,
-    *,
-    merges: bool,
 ) -> list[tuple[int, ...]]:
     """Return the table of requests for `weave`, with one row per move between HBM and SRAM.
 
@@ -328,7 +319,7 @@ def _requests(
         elif move.transfers:
             its = tiles.tensors[move.tensor]
             numbering = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
-            axis = COL if merges and its.axis == PART else its.axis
+            axis = tensors.COL if stage.parts == "merges" and its.axis == PART else its.axis
             rows.append((move.code, axis, its.owner, *numbering))
     return rows
 

@@ -221,12 +221,15 @@ def laboratory(
         alone: dict[str, Any] = {x: dtype}
         lowered[x] = Precision(**alone)
     lengths = [checks.positive_int("n", each) for each in n]
-    how = (algorithm, head_dim, checks.flag("causal", causal), tiling or Tiling(64, 64), seed)
+    checks.flag("causal", causal)
+    checks.positive_int("head_dim", head_dim)
+    problems = [Problem(each, head_dim=head_dim, causal=causal) for each in lengths]
+    how = lowered, algorithm, tiling or Tiling(64, 64), seed
     findings = [
         finding
         for kind in (kinds or KINDS)
-        for each in lengths
-        for finding in _findings(kind, each, lowered, *how)
+        for problem in problems
+        for finding in _findings(kind, problem, *how)
     ]
     return Laboratory(dtype, algorithm, head_dim, tuple(findings))
 
@@ -252,41 +255,32 @@ def presets(
         (*_COLUMNS[:2], "kernel", *_COLUMNS[3:]),
         note="sources: " + "; ".join(f"{name}: {PRESETS[name][1]}" for name in KERNELS),
     )
+    problem = Problem(n, head_dim=head_dim)
     for kind in KINDS:
         for name, algorithm in KERNELS.items():
-            rounds = {name: Precision.preset(name, dtype)}
-            how = algorithm, head_dim, False, Tiling(64, 64), seed
-            table.rows += [f.row() for f in _findings(kind, n, rounds, *how)]
+            how = {name: Precision.preset(name, dtype)}, algorithm, Tiling(64, 64), seed
+            table.rows += [f.row() for f in _findings(kind, problem, *how)]
     return table
 
 
 def _findings(
-    kind: str,
-    n: int,
-    lowered: dict[str, Precision],
-    algorithm: str,
-    head_dim: int,
-    causal: bool,
-    tiling: Tiling,
-    seed: int,
+    kind: str, p: Problem, lowered: dict[str, Precision], algorithm: str, tiling: Tiling, seed: int
 ) -> list[LoweredPoint]:
     """Run attention with each `Precision` in `lowered`, on the same inputs; return the errors."""
-    x = draw(kind, n, head_dim, seed=seed)
-    q, k, v, dout = (part.astype(np.float32) for part in x)
-    problem = Problem(n, head_dim=head_dim, causal=causal)
-    out, lse = oracle.attention(q, k, v, problem)
-    truth = {"out": out, **oracle.gradients(q, k, v, dout, problem)}
+    drawn = draw(kind, p.n_q, p.head_dim, seed=seed)
+    q, k, v, dout = (part.astype(np.float32) for part in drawn)
+    out, lse = oracle.attention(q, k, v, p)
+    truth = {"out": out, **oracle.gradients(q, k, v, dout, p)}
+    how: dict[str, Any] = {"algorithm": algorithm, "causal": p.causal, "tiling": tiling}
     findings = []
     for point, precision in lowered.items():
-        result = run(
-            *(q, k, v), algorithm=algorithm, causal=causal, tiling=tiling, precision=precision
-        )
+        result = run(q, k, v, **how, precision=precision)
         gradients = result.backward(dout, tiling=tiling)
         got = {"out": result.out, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
         with np.errstate(all="ignore"):
             apart = np.abs(np.expm1(lse - result.lse.astype(np.float64)))
         errors = {name: _error(got[name], truth[name]) for name in RESULTS}
-        findings.append(LoweredPoint(point, kind, n, errors, float(apart.max())))
+        findings.append(LoweredPoint(point, kind, p.n_q, errors, float(apart.max())))
     return findings
 
 

@@ -76,8 +76,8 @@ def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False
     keep = (lambda x: x) if subnormals else _flushed
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         weights_by_way = {
-            "naive": _naive(values, keep, table),
-            "stable": _stable(values, keep, table),
+            "naive": _in_two_passes(values, keep, table, stable=False),
+            "stable": _in_two_passes(values, keep, table, stable=True),
             "online": _online(values, chunk, keep, table),
         }
     exact = np.exp(values.astype(np.float64) - values.max())
@@ -94,23 +94,15 @@ def _flushed(x: np.ndarray) -> np.ndarray:
     return np.where(small, np.float32(0), x)
 
 
-def _naive(x, keep, table: Table) -> np.ndarray:
-    e = keep(np.exp(x))
-    l = keep(e.sum(dtype=np.float32))
-    weights = keep(e / l)
-    for step, value in (("e = exp(x)", e), ("l = sum e", l), ("weights e / l", weights)):
-        table.add("naive", step, _text(value))
-    return weights
-
-
-def _stable(x, keep, table: Table) -> np.ndarray:
-    m = x.max()
+def _in_two_passes(x, keep, table: Table, *, stable: bool) -> np.ndarray:
+    way, m = ("stable", x.max()) if stable else ("naive", np.float32(0))
     e = keep(np.exp(x - m))
     l = keep(e.sum(dtype=np.float32))
     weights = keep(e / l)
-    steps = (("m = max x", m), ("e = exp(x - m)", e), ("l = sum e", l), ("weights e / l", weights))
-    for step, value in steps:
-        table.add("stable", step, _text(value))
+    steps = [("m = max x", m)] if stable else []
+    steps.append(("e = exp(x - m)" if stable else "e = exp(x)", e))
+    for step, value in (*steps, ("l = sum e", l), ("weights e / l", weights)):
+        table.add(way, step, _text(value))
     return weights
 
 

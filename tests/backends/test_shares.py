@@ -13,7 +13,7 @@ from flashsim.backends.launch_policy.cost_model import effective_visits
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import Split
 from flashsim.studies.verify.cases import predict
-from flashsim.studies.verify.crossing import table_reads, tensor_flops
+from flashsim.studies.verify.crossing import StageKernel
 
 pytestmark = pytest.mark.promise("right tiles")
 ROWS = 64
@@ -110,15 +110,15 @@ def test_flops_and_bytes_of_a_forward_with_shares():
     """Under a causal mask, 64 rows multiply the key tiles up to their last row."""
     problem = Problem(1000, head_dim=64, heads=6, dtype="bfloat16", causal=True)
     traffic = predict(problem, "flash2", "forward", Tiling(192, 128), "H100")
-    (stage,) = traffic.stages
+    kernel = StageKernel(traffic, traffic.stages[0], hopper=True)
+    python = replace(kernel, python=True)
     visits = sum(-(-min(row + 64, 1000) // 128) for row in range(0, 1000, 64))
     flops = 6 * visits * 2 * (2 * 64 * 128 * 64)
-    assert tensor_flops(traffic, stage, hopper=True) == flops
+    assert kernel.tensor_flops() == flops
     whole = sum(-(-min(row + 192, 1000) // 128) for row in range(0, 1000, 192))
     flops = 6 * whole * 2 * (2 * 192 * 128 * 64)
-    assert tensor_flops(traffic, stage, hopper=True, python=True) == flops
-    sectors = table_reads(traffic, stage, hopper=True) // 32
-    assert sectors - table_reads(traffic, stage, hopper=True, python=True) // 32 == 6 * 6
+    assert python.tensor_flops() == flops
+    assert (kernel.table_reads() - python.table_reads()) // 32 == 6 * 6
 
 
 def test_the_model_takes_the_mean_of_the_mean_and_the_last():

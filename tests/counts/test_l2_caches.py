@@ -102,14 +102,10 @@ def test_sets_and_partitions_equal_caches_written_out(size, asked, parts, sets, 
         side = code // SIDE if parts == 2 else 0
         for line in range(first[tile], first[tile + 1]):
             brute.access(line, places[line], homes[line], side, code & 3)
-    shape = parts, sets, ways
-    fetched, lost = np.zeros((2, len(size)), np.int64)
-    caches.replay_sets(
-        *(ids, codes, first, places, homes, np.repeat(np.arange(len(size), dtype=np.int32), size)),
-        *(np.full(shape, -1, np.int32), np.zeros(shape, np.int64), np.zeros(shape, bool)),
-        *(np.zeros(1, np.int64), fetched, lost),
-    )
-    assert (fetched.sum(), lost.sum()) == (brute.total("read"), brute.total("written"))
+    tile_of = np.repeat(np.arange(len(size), dtype=np.int32), size)
+    cache = requests.SetCache.empty(first, places, homes, tile_of, shape=(parts, sets, ways))
+    caches.replay_sets(ids, codes, cache)
+    assert (cache.fetched.sum(), cache.lost.sum()) == (brute.total("read"), brute.total("written"))
 
 
 @settings(max_examples=150, deadline=None)

@@ -12,6 +12,7 @@ import pytest
 from flashsim import Device
 from flashsim.l2.caches import replay_sets
 from flashsim.l2.launch import SIDE, L2Model
+from flashsim.l2.requests import SetCache
 from flashsim.schedule.names import LOAD
 
 pytestmark = pytest.mark.promise("predictions are judged")
@@ -47,17 +48,14 @@ def modelled(kernel, mib, parts):
         order = np.lexsort((owner, step))
         asked = ids[order]
         sides = MODEL.sides(DEVICE.sm_count, DEVICE)[owner[order]]
-    held = np.full((parts, sets, MODEL.ways), -1, np.int32)
-    cache = held, np.zeros(held.shape, np.int64), np.zeros(held.shape, bool), np.zeros(1, np.int64)
     places = rng.integers(sets, size=lines, dtype=np.int32)
     homes = rng.integers(parts, size=lines, dtype=np.uint8)
+    shape = parts, sets, MODEL.ways
+    cache = SetCache.empty(np.arange(lines + 1), places, homes, ids, shape=shape)
     for _ in ("first", "second"):
-        fetched, lost = np.zeros((2, lines), np.int64)
-        replay_sets(
-            *(asked, (LOAD + SIDE * sides).astype(np.uint8)),
-            *(np.arange(lines + 1), places, homes, ids, *cache, fetched, lost),
-        )
-    return fetched.sum() / lines
+        cache.fetched[:] = 0
+        replay_sets(asked, (LOAD + SIDE * sides).astype(np.uint8), cache)
+    return cache.fetched.sum() / lines
 
 
 def half(shares):

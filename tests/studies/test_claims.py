@@ -1,17 +1,16 @@
 """Claims of other texts: each verdict is computed, and each check can come out either way."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import page
 
 from flashsim import Device, OptionError, Problem, Tiling, claims
 from flashsim.studies.reproduce import pallas
 
 pytestmark = pytest.mark.promise("doc figures are measured")
 
-PAGE = Path(__file__).parents[2] / "docs/reference/texts.md"
 WRONG = {
     *("bf16-52", "faster-backward", "a100-335", "blocks-64-45", "scores-32", "268-times"),
     *("incoherent", "tile-softmax", "l-sum", "advance-k"),
@@ -25,7 +24,7 @@ def test_what_is_wrong_is_called_wrong_and_nothing_else():
 
 
 def test_the_page_has_every_claim_with_its_verdict():
-    rows = re.findall(r"^\| `(\S+)` \| (.+) \| (right|wrong) \|$", PAGE.read_text("utf-8"), re.M)
+    rows = re.findall(r"^\| `(\S+)` \| (.+) \| (right|wrong) \|$", page("reference/texts.md"), re.M)
     table = claims.table().records()
     assert rows == [(r["claim"], r["said"], r["verdict"]) for r in table]
     assert "why" not in claims.overview(claims.table()).columns

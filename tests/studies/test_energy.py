@@ -1,10 +1,9 @@
 """Joules: sums by hand, where they are printed, and that nothing is made up for other devices."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from repository import script
+from repository import ROOT, page, script
 
 import flashsim
 from flashsim import Device, Problem
@@ -14,11 +13,7 @@ from flashsim.studies.roofline import roofline
 
 pytestmark = pytest.mark.promise("predictions are judged")
 
-ROOT = Path(__file__).parents[2]
-RESULTS, MODELS = (
-    (ROOT / "docs" / folder / "predictions.md").read_text(encoding="utf-8")
-    for folder in ("notebooks", "reference")
-)
+RESULTS, MODELS = page("notebooks/predictions.md"), page("reference/predictions.md")
 PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16", causal=True)
 ROUND = Energy(100.0, 500.0, (1.0, 2.0), 10.0, 0.5, (3.0, 4.0), 5.0, 6.0)
 

@@ -12,17 +12,8 @@ from flashsim.backends.launch_policy import family
 from flashsim.backends.launch_policy.hopper import Hopper
 from flashsim.l2 import L2Model, dram
 from flashsim.schedule import tables
-from flashsim.studies.predict import Constants, model, predict
+from flashsim.studies.predict import Constants, calibration, model, predict
 from flashsim.studies.predict.blocks import makespan
-from flashsim.studies.predict.calibration import (
-    CALIBRATED,
-    DECODING,
-    FORWARD_SHARE,
-    HBM_SHARE,
-    LAUNCH,
-    MATRIX_SHARE,
-    POWER_AFTER,
-)
 from flashsim.studies.predict.units import _waves_per_row, bytes_again, clock, once_bytes, work_of
 
 pytestmark = pytest.mark.promise("predictions are judged")
@@ -33,11 +24,15 @@ H200 = Device.get("H200")
 HERTZ = 66.9e12 / (2 * 128 * 132)
 
 
-def work(problem, kernels="hopper", algorithm="flash2", stage="forward", tiling=None):
+def prepared(p, stage="forward", algorithm="flash2", kernels="hopper", tiling=None, device=H200):
+    """The launch of a stage, and its pass."""
     direction = "forward" if stage == "forward" else "backward"
-    passes, traffic = model._prepare(problem, direction, algorithm, kernels, tiling, H200)
-    one = next(x for x in passes if x.stage.name == stage)
-    return work_of(one, traffic)
+    passes, traffic = model._prepare(p, direction, algorithm, kernels, tiling, device)
+    return next(one for one in passes if one.stage.name == stage), traffic
+
+
+def work(problem, kernels="hopper", algorithm="flash2", stage="forward", tiling=None):
+    return work_of(*prepared(problem, stage, algorithm, kernels, tiling))
 
 
 def test_units_of_a_visit_by_hand():
@@ -124,7 +119,8 @@ def test_what_dq_adds_beside_dk_and_dv():
     fewest = replace(few, batch=2)
     adds = {}
     for name, shape in (("some", p), ("few", few), ("fewest", fewest)):
-        alone = model.stage_seconds(*_launch(shape, "dq"), CALIBRATED["hopper"]["dq"])[0]
+        works = model.works_of(*prepared(shape, "dq"))
+        alone = model.stage_seconds(works, calibration.CALIBRATED["hopper"]["dq"])[0]
         adds[name] = predict(shape, direction="backward").stages[-1].seconds / alone
     assert adds["some"] < 0.8  # most SMs have nothing else to do
     # 68 SMs are idle; 60 of 128 blocks have a tile each by their numbers, and begin last.
@@ -138,13 +134,6 @@ def test_a_block_that_waits_for_an_sm_holds_its_first_tile_back():
     assert model._held_back([2.0], 6, 6, [0.0, 0.0, 10.0]) == 12  # the fourth to sixth do not wait
     assert model._held_back([2.0], 2, 2, [0.0, 0.0, 10.0]) == 2  # no third block
     assert model._held_back([3.0, 1.0], 2, 1, [0.0, 5.0]) == 7  # 3 3 1 | 1 at 5, head by head
-
-
-def _launch(p, stage):
-    """A launch of Hopper's three passes, its work and traffic."""
-    passes, traffic = model._prepare(p, "backward", "flash2", "hopper", None, Device.get("H200"))
-    one = next(one for one in passes if one.stage.name == stage)
-    return one, model.works_of(one, traffic), traffic
 
 
 def test_blocks_that_share_an_sm_wait_side_by_side():
@@ -192,7 +181,7 @@ def test_a_long_kernel_runs_at_the_clock_that_its_power_allows():
         predict(long, constants={"forward": PLAIN["forward"]._replace(throttle=x)}).seconds
         for x in (0.0, 0.1)
     )
-    assert limited == pytest.approx(at_once + 0.1 * (at_once - POWER_AFTER), rel=1e-6)
+    assert limited == pytest.approx(at_once + 0.1 * (at_once - calibration.POWER_AFTER), rel=1e-6)
 
 
 SHARED = {"batch": 2, "heads": 32, "kv_heads": 4, "dtype": "bfloat16"}
@@ -201,9 +190,7 @@ SHARED = {"batch": 2, "heads": 32, "kv_heads": 4, "dtype": "bfloat16"}
 def again(**problem):
     """What crosses HBM again in the fused kernel, as a share of what is asked of L2 and added."""
     p = Problem(**SHARED | {"n_q": 4096, "head_dim": 128, "causal": True} | problem)
-    given = p, "backward", "flash2-fused", "hopper", None, Device.get("H200")
-    passes, traffic = model._prepare(*given)
-    one = next(x for x in passes if x.stage.name == "fused")
+    one, traffic = prepared(p, "fused", "flash2-fused")
     asked = traffic.bytes("load") + 2 * traffic.bytes("reduce")
     return bytes_again(one, traffic) / asked
 
@@ -245,9 +232,7 @@ def test_what_l2_does_not_hold_crosses_hbm_again():
 )
 def test_each_wave_reads_row_tiles_again(shape):
     p = Problem(**shape, dtype="bfloat16", causal=True)
-    given = p, "backward", "flash2-fused", "hopper", None, Device.get("H100")
-    passes, traffic = model._prepare(*given)
-    one = next(x for x in passes if x.stage.name == "fused")
+    one, traffic = prepared(p, "fused", "flash2-fused", device=Device.get("H100"))
     one = replace(one, clump=one.walks)
     walk = "in-step" if dict(one.kernel.constants)["FS_IN_STEP"] else "straight"
     l2 = L2Model("grouped", walk=walk, heads_in_group=one.clump, blocks_per_sm=1, flush=False)
@@ -266,8 +251,7 @@ def test_last_column_tiles_without_visits_are_no_part_of_a_wave():
         (9000, lambda b, h, q, k: q >= k),
     ):
         p = Problem(20_480, n_kv, 128, **SHARED, mask_mod=mask_mod)
-        passes, _ = model._prepare(p, "backward", "flash2-fused", "hopper", None, H200)
-        (one,) = (x for x in passes if x.stage.name == "fused")
+        one, _ = prepared(p, "fused", "flash2-fused")
         waves.append(_waves_per_row(one, heads=4, processors=132))
     assert waves[0] == waves[1] > 1
 
@@ -304,7 +288,7 @@ def test_heads_worked_on_one_by_one_leave_a_longer_tail():
 
 
 def test_a_device_with_little_bandwidth_is_bound_by_it():
-    slow = Device(**{**Device.get("H200").to_dict(), "hbm_bandwidth": 1e9})
+    slow = Device(**{**H200.to_dict(), "hbm_bandwidth": 1e9})
     found = predict(PROBLEM, device=slow).stages[0]
     assert found.bound == "HBM"
     traffic = flashsim.count(PROBLEM, tiling=Tiling(128, 128))
@@ -361,15 +345,15 @@ def test_what_stays_in_l2_waits_for_no_hbm():
 def test_the_first_tiles_of_a_wave_wait_for_hbm():
     """Two waves of 132 blocks with four visits: Q, O, LSE and a quarter of K and V of one wave."""
     p = Problem(256, 704, 128, batch=4, heads=33, dtype="bfloat16")
-    tiling = Tiling(128, 176)
-    passes, traffic = model._prepare(p, "forward", "flash2", "hopper", tiling, H200)
+    works = model.works_of(*prepared(p, tiling=Tiling(128, 176)))
     q_o, k_v, lse = 2 * 132 * 256 * 128 * 2, 2 * 132 * 704 * 128 * 2, 132 * 256 * 4
     none = Constants(launch=0.0)
-    one, works = passes[0], model.works_of(passes[0], traffic)
     assert works[-1].visits.tolist() == [4, 4]
-    seconds, last, _, hbm = model.stage_seconds(one, works, traffic, none)
-    assert hbm == pytest.approx((q_o + k_v + lse) / (FORWARD_SHARE * H200.hbm_bandwidth))
-    alone = (q_o + lse + k_v / 4) / 2 / (FORWARD_SHARE * H200.hbm_bandwidth)
+    seconds, last, _, hbm = model.stage_seconds(works, none)
+    assert hbm == pytest.approx(
+        (q_o + k_v + lse) / (calibration.FORWARD_SHARE * H200.hbm_bandwidth)
+    )
+    alone = (q_o + lse + k_v / 4) / 2 / (calibration.FORWARD_SHARE * H200.hbm_bandwidth)
     assert seconds == pytest.approx(alone + (last**6 + (hbm - alone) ** 6) ** (1 / 6))
 
 
@@ -398,11 +382,13 @@ def test_the_printed_table_names_its_bound():
 def test_standard_attention_by_hand():
     """64 heads of 4,096 x 4,096 scores: 2 GiB of S, far past L2, written once and read once."""
     found = {s.name: s for s in predict(PROBLEM, algorithm="standard").stages}
-    matrix, rows, speed = 64 * 4096**2 * 2, 64 * 4096 * 128 * 2, HBM_SHARE * 4.8e12
-    assert found["scores"].seconds == pytest.approx(LAUNCH + (2 * rows + matrix) / speed)
-    assert found["softmax"].seconds == pytest.approx(LAUNCH + 2 * matrix / speed)
+    matrix, rows, speed = 64 * 4096**2 * 2, 64 * 4096 * 128 * 2, calibration.HBM_SHARE * 4.8e12
+    assert found["scores"].seconds == pytest.approx(
+        calibration.LAUNCH + (2 * rows + matrix) / speed
+    )
+    assert found["softmax"].seconds == pytest.approx(calibration.LAUNCH + 2 * matrix / speed)
     assert found["output"].bound == "HBM"
-    product = 64 * 4096**2 * 2 * 128 / (MATRIX_SHARE * 989.4e12)
+    product = 64 * 4096**2 * 2 * 128 / (calibration.MATRIX_SHARE * 989.4e12)
     assert found["output"].units["tensor cores"] == pytest.approx(product)
     assert found["scores"].waves == 64 * 32 * 32 / 132
     assert found["output"].waves == 64 * 32 / 132
@@ -413,7 +399,7 @@ def test_standard_attention_that_stays_in_l2():
     small = Problem(2048, head_dim=64, dtype="bfloat16")
     _, softmax, output = predict(small, algorithm="standard").stages
     assert softmax.bound == "L2"
-    assert softmax.seconds == pytest.approx(LAUNCH + 2 * 2048**2 * 2 / 9.8e12)
+    assert softmax.seconds == pytest.approx(calibration.LAUNCH + 2 * 2048**2 * 2 / 9.8e12)
     assert output.waves == 16 / 132
     assert output.tail > 0
     packed = Problem(8, cu_seqlens_q=(0, 8), cu_seqlens_k=(0, 8), dtype="bfloat16")
@@ -432,17 +418,21 @@ def test_one_part_a_key_head_streams_as_fast_as_eight_sms_do():
     """Eight blocks of 67 MB each: an SM's rate is the bound, and nothing is merged."""
     (walk,) = decoded(splits=1).stages
     nbytes = 131_072 * 2 * 128 * 2
-    own = DECODING.launch + DECODING.item + DECODING.row * 4 * 128
-    assert walk.seconds == pytest.approx(own + nbytes / DECODING.rate)
+    own = (
+        calibration.DECODING.launch + calibration.DECODING.item + calibration.DECODING.row * 4 * 128
+    )
+    assert walk.seconds == pytest.approx(own + nbytes / calibration.DECODING.rate)
     assert walk.waves == 8 / 132
-    assert walk.units["HBM"] == pytest.approx(8 * nbytes / (4800e9 * DECODING.hbm_share))
+    assert walk.units["HBM"] == pytest.approx(
+        8 * nbytes / (4800e9 * calibration.DECODING.hbm_share)
+    )
 
 
 def test_splits_reach_the_memorys_speed_and_cost_a_merge():
     walk, combine = decoded().stages
     assert walk.bound == "HBM"
     assert walk.units["HBM"] < walk.seconds < 1.1 * walk.units["HBM"]
-    assert combine.seconds == DECODING.merge
+    assert combine.seconds == calibration.DECODING.merge
     assert decoded(splits=1).seconds > 5 * decoded().seconds
     assert "FlashDecoding" not in str(decoded())
     assert "portable kernels" in str(decoded())
@@ -478,7 +468,7 @@ def test_many_queries_of_a_cache_take_the_tensor_cores_time():
     least = found.traffic.flops("matmul") / Device.get("RTX 3090").peak("float16")
     (walk,) = found.stages
     assert walk.bound == "tensor cores"
-    factor = CALIBRATED["portable"]["forward"].tensor
+    factor = calibration.CALIBRATED["portable"]["forward"].tensor
     assert walk.units["tensor cores"] == pytest.approx(factor * least)
     assert found.seconds > walk.units["tensor cores"]
     token = decoded(replace(prompt, n_q=1, n_kv=8192), device="RTX 3090")

@@ -2,11 +2,11 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from repository import page
 
 from flashsim import Device, OptionError, Problem, UnsupportedError
 from flashsim.api.request import Checked
@@ -21,7 +21,6 @@ from flashsim.studies.predict.calibration import CALIBRATED
 pytestmark = pytest.mark.promise("predictions are judged")
 
 PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "hopper.md"
 
 
 def test_a_launch_begins_where_the_one_before_has_run_out():
@@ -101,9 +100,10 @@ def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
 
 def test_a_backward_of_one_visit_takes_what_was_measured():
     """Fourteen passes, 7.5 to 74 us, of another run: docs/notebooks/hopper.md."""
-    text = NOTEBOOK.read_text(encoding="utf-8")
     row = r"\| (\d+)(, causal)? \| (\d+) \| (\d+) × (\d+) \| \S+ \| \**([\d.]+)\** \|"
-    table = text.partition("| before | flash2-once |")[2].partition("\n\n")[0]
+    table = (
+        page("notebooks/hopper.md").partition("| before | flash2-once |")[2].partition("\n\n")[0]
+    )
     errors = []
     for d, causal, n, batch, heads, us in re.findall(row, table):
         p = Problem(

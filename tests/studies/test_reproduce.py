@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
+from repository import page
 
 import flashsim
 from flashsim import OptionError, Problem
@@ -59,11 +59,10 @@ def test_ring_attention_agrees_to_its_rounding_but_for_infiniband():
 def test_eight_gpus_fall_in_the_published_order():
     """Plain ring waits half of the time; the balanced schemes reach more than was published."""
     table = rows("ring", 1)
-    page = (Path(__file__).parents[2] / "docs/notebooks/many_gpus.md").read_text(encoding="utf-8")
     for scheme in ("ring", "zigzag", "striped"):
         each = (table[f"{scheme}: {way}"] for way in ("forward", "with backward"))
         cells = (f"{row[name]:.1f}" for row in each for name in ("paper", "ours"))
-        assert f"| {scheme} | {' | '.join(cells)} |" in page
+        assert f"| {scheme} | {' | '.join(cells)} |" in page("notebooks/many_gpus.md")
     shares = {quantity: row["ours"] for quantity, row in table.items()}
     assert shares["ring: forward"] == pytest.approx(100 * 8 / 15, rel=0.06)  # 1 / (2 - 1 / 8)
     for scheme in ("zigzag", "striped"):

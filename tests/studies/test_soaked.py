@@ -7,7 +7,7 @@ from repository import ROOT, page, recorded, script
 
 from flashsim.backends.launch_policy import hopper_kernels
 from flashsim.studies import verify
-from flashsim.studies.verify.crossing import WALKS, shares, tensor_flops
+from flashsim.studies.verify.crossing import WALKS, StageKernel
 
 pytestmark = pytest.mark.promise("doc figures are measured")
 
@@ -65,12 +65,11 @@ def test_the_soak_has_kernels_that_defer_dq_and_their_flops_are_equal(monkeypatc
             for launch in one.launches.get(stage.name, ())[:1]:
                 if "hopper_" not in launch.kernel or stage.name != "fused":
                     continue
-                how = {"in_turns": one.in_turns, "python": one.python}
-                launches = shares(one.traffic, stage, **how)
+                kernel = StageKernel(one.traffic, stage, True, one.python)
+                kernel = kernel.shared(in_turns=one.in_turns)
                 measured = [n for name, n in launch.counters.items() if "tensor FLOPs" in name]
-                given = {"hopper": True, "python": one.python, "launches": launches}
-                assert tensor_flops(one.traffic, stage, **given) == sum(measured)
-                late += any(share.unused for share in launches)
+                assert kernel.tensor_flops() == sum(measured)
+                late += any(share.unused for share in kernel.launches)
     assert late == 4
 
 

@@ -5,14 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashsim import (
-    BackendUnavailable,
-    DTypeError,
-    OptionError,
-    ShapeError,
-    SramOverflow,
-    softmax_matmul,
-)
+from flashsim import errors, softmax_matmul
 
 pytestmark = pytest.mark.promise("three counts equal")
 
@@ -83,13 +76,13 @@ def test_the_courses_own_size_is_counted_at_once():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": [[1.0]]}, DTypeError, "x must be an array, got list"),
-        ({"x": np.zeros((2, 4, 4))}, DTypeError, "x must be float32, got float64"),
-        ({"x": np.zeros((4, 4), "f4")}, ShapeError, r"x must be \(batch, rows, columns\)"),
-        ({"v": np.zeros((2, 5, 3), "f4")}, ShapeError, r"got \(2, 5, 3\)"),
-        ({"v": np.zeros((2, 4, 513), "f4")}, ShapeError, "at most 512 columns"),
-        ({"backend": "torch"}, OptionError, "unknown backend"),
-        ({"device": "T4", "block": 300}, SramOverflow, "holds"),
+        ({"x": [[1.0]]}, errors.DTypeError, "x must be an array, got list"),
+        ({"x": np.zeros((2, 4, 4))}, errors.DTypeError, "x must be float32, got float64"),
+        ({"x": np.zeros((4, 4), "f4")}, errors.ShapeError, r"x must be \(batch, rows, columns\)"),
+        ({"v": np.zeros((2, 5, 3), "f4")}, errors.ShapeError, r"got \(2, 5, 3\)"),
+        ({"v": np.zeros((2, 4, 513), "f4")}, errors.ShapeError, "at most 512 columns"),
+        ({"backend": "torch"}, errors.OptionError, "unknown backend"),
+        ({"device": "T4", "block": 300}, errors.SramOverflow, "holds"),
     ],
 )
 def test_what_does_not_fit_is_said(change, error, message):
@@ -114,8 +107,8 @@ def test_without_a_gpu_it_says_what_is_missing(monkeypatch):
     from flashsim.backends import failures
 
     def missing(backend):
-        raise BackendUnavailable(f"backend={backend!r} needs CuPy")
+        raise errors.BackendUnavailable(f"backend={backend!r} needs CuPy")
 
     monkeypatch.setattr(failures, "require_cupy", missing)
-    with pytest.raises(BackendUnavailable, match="needs CuPy"):
+    with pytest.raises(errors.BackendUnavailable, match="needs CuPy"):
         softmax_matmul.run(*make(1, 2, 2, 2), backend="cupy")

@@ -1,12 +1,11 @@
 """benchmarks/times.py without a GPU: which form of a backward is timed under which name."""
 
 import importlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from repository import script
+from repository import ROOT, page, script
 
 import flashsim
 from flashsim import Problem
@@ -137,7 +136,7 @@ def test_rows_of_other_families_stay_in_the_file(times, tmp_path):
 def test_times_on_random_shapes_are_read_and_compared(times, tmp_path):
     """The first passes of the judging run, from the file on: shapes, forms, errors."""
     compare = importlib.import_module("random_times")
-    kept = Path(__file__).parents[2] / "docs" / "data" / "random-times-judged-h100.csv"
+    kept = ROOT / "docs/data/random-times-judged-h100.csv"
     lines = kept.read_text(encoding="utf-8").splitlines(keepends=True)
     few = tmp_path / "few.csv"
     few.write_text("".join(lines[:6]), encoding="utf-8")
@@ -154,25 +153,24 @@ def test_times_on_random_shapes_are_read_and_compared(times, tmp_path):
 
 def judged(name):
     """The table of errors of a file of random shapes, and the page that prints them."""
-    root = Path(__file__).parents[2] / "docs"
     compare = importlib.import_module("random_times")
-    errors, _ = compare.tables(compare.compared(root / "data" / name), 1)
-    return errors, (root / "notebooks" / "predictions.md").read_text(encoding="utf-8")
+    errors, _ = compare.tables(compare.compared(ROOT / "docs/data" / name), 1)
+    return errors, page("notebooks/predictions.md")
 
 
 @pytest.mark.promise("doc figures are measured")
 @pytest.mark.usefixtures("times")
 def test_the_page_prints_the_errors_after_packed_heads():
-    errors, page = judged("random-times-packed-h100.csv")
+    errors, text = judged("random-times-packed-h100.csv")
     said = {row[0]: row[3:] for row in errors.rows if row[1] == "all"}
     (mean, worst), (mean_of_backward, worst_of_backward) = said["forward"], said["backward"]
-    page = " ".join(page.split())
-    assert f"Forward, the mean error is {mean} % and the worst {worst} %, which misses" in page
-    assert f"backward, they are {mean_of_backward} and {worst_of_backward} %." in page
+    text = " ".join(text.split())
+    assert f"Forward, the mean error is {mean} % and the worst {worst} %, which misses" in text
+    assert f"backward, they are {mean_of_backward} and {worst_of_backward} %." in text
 
 
 @pytest.mark.promise("doc figures are measured")
 @pytest.mark.usefixtures("times")
 def test_the_page_prints_the_errors_of_the_judging_run():
-    errors, page = judged("random-times-judged-h100.csv")
-    assert errors.markdown().split("\n\n")[0] in page
+    errors, text = judged("random-times-judged-h100.csv")
+    assert errors.markdown().split("\n\n")[0] in text

@@ -13,16 +13,7 @@ import pytest
 from commands import invoke, ok, refused, rows
 
 import flashsim
-from flashsim import (
-    BackendUnavailable,
-    Device,
-    OptionError,
-    Problem,
-    Tiling,
-    TraceError,
-    UnsupportedError,
-    l2,
-)
+from flashsim import Device, Problem, Tiling, errors, l2
 from flashsim.backends.launch_policy.hopper_kernels import product_columns
 from flashsim.problem.hardware import PRESETS, reported
 from flashsim.problem.masks import BlockMask
@@ -44,7 +35,7 @@ from flashsim.studies.verify import (
     verify,
     workload,
 )
-from flashsim.studies.verify.crossing import crossing, shares, table_reads, tensor_flops
+from flashsim.studies.verify.crossing import StageKernel
 from flashsim.studies.verify.sectors import sectors_written
 from flashsim.studies.verify.soak import compare, draw
 from flashsim.studies.verify.soak import table as table_of_worst
@@ -53,20 +44,8 @@ pytestmark = pytest.mark.promise("predictions are judged")
 
 PROBLEM = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
 #: Words that measure one small launch.
-ON_H200 = (
-    "-n",
-    64,
-    "-d",
-    16,
-    "--heads",
-    1,
-    "--batch",
-    1,
-    "--backend",
-    "simulator",
-    "--device",
-    "H200",
-)
+ON_H200 = ("-n", 64, "-d", 16, "--heads", 1, "--batch", 1)
+ON_H200 += ("--backend", "simulator", "--device", "H200")
 HEADER = ["ID", "Process ID", "Kernel Name", "Grid Size", "Section Name"]
 
 
@@ -75,6 +54,22 @@ def predictions(algorithm="flash2"):
         flashsim.count(PROBLEM, algorithm=algorithm, direction=d, tiling=Tiling(64, 64))
         for d in ("forward", "backward")
     ]
+
+
+def kernel(p, stage, tiling, device="H200", *, hopper=True, python=False):
+    """A stage's kernel, by its name: of the fused backward, of three passes or of the forward."""
+    form = "flash2-fused" if stage in ("fused", "convert") else "flash2"
+    direction = "forward" if stage == "forward" else "backward"
+    traffic = cases.predict(p, form, direction, tiling, device)
+    found = next(one for one in traffic.stages if one.name == stage)
+    return StageKernel(traffic, found, hopper, python)
+
+
+def compared(traffic, stage, name, counters, *, threads=0, **how):
+    """The rows of one launch, by quantity."""
+    launch = MeasuredLaunch(name, 0, counters, threads=threads)
+    rows = verify([MeasuredPass(traffic, {stage: [launch]}, **how)], "title").rows
+    return {row.quantity: row for row in rows}
 
 
 def table(rows):
@@ -92,7 +87,13 @@ def long_csv(launches):
     return "==PROF== Connected to process 77\nprinted by the program\n" + table(rows)
 
 
+def reads_of(*kernels):
+    """Launches that read ten sectors each."""
+    return long_csv([(kernel, {READ: ("10", "sector")}) for kernel in kernels])
+
+
 READ, DRAM = METRICS["reads at L2"], METRICS["DRAM read"]
+FLOPS = "tensor FLOPs, bf16"
 
 
 def test_one_counter_a_row():
@@ -135,7 +136,7 @@ def test_one_launch_a_row():
     ],
 )
 def test_bad_tables_are_refused(text, message):
-    with pytest.raises(TraceError, match=message):
+    with pytest.raises(errors.TraceError, match=message):
         parse(text)
 
 
@@ -156,7 +157,7 @@ def measured(traffic, prefix="flash_", rename=None, factor=1.0):
                         for (s, o, _), n in traffic.transfers.items()
                         if (s, o) == (stage.name, op)
                     )
-                    + (op == "load") * table_reads(traffic, stage, hopper=False)
+                    + (op == "load") * StageKernel(traffic, stage).table_reads()
                 )
                 for name, op in COUNTERS.items()
             },
@@ -185,17 +186,14 @@ def test_other_kernels_are_left_alone():
     forward, _ = predictions()
     launches = [*measured(forward), MeasuredLaunch("ampere_sgemm", 9, {"bytes into SMs": 1.0})]
     assert verify(assign([forward], launches), "title").launches == 1
-    with pytest.raises(TraceError, match="none of the measured kernels"):
+    with pytest.raises(errors.TraceError, match="none of the measured kernels"):
         assign([forward], launches[1:])
-    with pytest.raises(TraceError, match="no kernel has both a predicted"):
+    with pytest.raises(errors.TraceError, match="no kernel has both a predicted"):
         verify(assign([forward], launches), "title").worst("DRAM read")
 
 
-def rows_of(counters, kernel="flash_forward", threads=0):
-    forward, _ = predictions()
-    launch = MeasuredLaunch(kernel, 0, counters, threads=threads)
-    one = MeasuredPass(forward, {"forward": [launch]})
-    return {row.quantity: row for row in verify([one], "title").rows}
+def rows_of(counters, **how):
+    return compared(predictions()[0], "forward", "flash_forward", counters, **how)
 
 
 def test_dram_is_predicted_for_the_blocks_that_ran():
@@ -212,9 +210,9 @@ def dram_read(p, algorithm, stage, kernel, *, in_turns=False):
     made = flashsim.count(
         p, algorithm=algorithm, direction="backward", tiling=Tiling(64, 64), device=SMALL_L2
     )
-    launch = MeasuredLaunch(kernel, 0, {"DRAM read": 1.0, "blocks an SM by registers": 1.0})
-    one = MeasuredPass(made, {stage: [launch]}, in_turns=in_turns)
-    return verify([one], "title").rows[0].predicted, made
+    counters = {"DRAM read": 1.0, "blocks an SM by registers": 1.0}
+    rows = compared(made, stage, kernel, counters, in_turns=in_turns)
+    return rows["DRAM read"].predicted, made
 
 
 SMALL_L2 = replace(Device.get("H200"), l2_bytes=2 << 20, sm_count=20)
@@ -265,15 +263,12 @@ def test_requested_reads_have_what_l1_answers_and_no_spilled_registers():
     # All four warps of eight blocks read a block's two entries in tables; L1 answers three.
     fewer = rows_of(reads, threads=128)["requested read"]
     assert found.predicted - fewer.predicted == 8 * 3 * 2 * 32
-    forward, _ = predictions()
-    launch = MeasuredLaunch("flash_forward", 0, reads | {"reads from L1": 64.0}, threads=128)
-    python = MeasuredPass(forward, {"forward": [launch]}, python=True)
-    row = verify([python], "title").rows[0]
+    both = reads | {"reads from L1": 64.0}
+    row = rows_of(both, threads=128, python=True)["requested read"]
     assert (row.measured, row.predicted) == (904, fewer.predicted)
-    backward = predictions()[1]  # row by row L1 answers every sector's second half
-    launch = MeasuredLaunch("flash_delta", 0, reads | {"reads from L1": 64.0}, threads=128)
-    row = verify([MeasuredPass(backward, {"delta": [launch]})], "title").rows[0]
-    assert row.measured == 904
+    # Row by row, L1 answers every sector's second half.
+    rows = compared(predictions()[1], "delta", "flash_delta", both, threads=128)
+    assert rows["requested read"].measured == 904
 
 
 def test_tensor_flops_are_those_of_whole_tiles():
@@ -284,12 +279,11 @@ def test_tensor_flops_are_those_of_whole_tiles():
     assert rows_of({"shared bank conflicts": 5.0})["shared bank conflicts"].predicted == 0
 
 
-def beyond(p, direction, name):
+def beyond(p, stage):
     """Bytes loaded by a Hopper kernel past those that the problem has."""
-    traffic = flashsim.count(p, direction=direction, tiling=Tiling(64, 64), device="B200")
-    stage = next(s for s in traffic.stages if s.name == name)
-    asked = sum(n for (s, op, _), n in traffic.transfers.items() if (s, op) == (name, "load"))
-    return crossing(traffic, stage, "load", hopper=True) - asked
+    one = kernel(p, stage, Tiling(64, 64))
+    asked = (n for (s, op, _), n in one.traffic.transfers.items() if (s, op) == (stage, "load"))
+    return one.crossing("load") - sum(asked)
 
 
 def test_boxes_hang_over_the_ends():
@@ -298,38 +292,27 @@ def test_boxes_hang_over_the_ends():
     row = 64 * 2
     once = 4 * 28 * row  # Q of four heads
     visits = 4 * 2 * 28 * row * 2  # K and V: four heads, two row tiles
-    assert beyond(p, "forward", "forward") == once + visits
+    assert beyond(p, "forward") == once + visits
     once = 2 * 28 * row * 2  # K and V of two key heads
     visits = 2 * 2 * 2 * 28 * row * 2  # Q and dO: two key heads, two query heads each, two tiles
     sectors = 4 * 2 * 2 * 16  # LSE and delta: 400 bytes of a head in 13 sectors, twice
-    assert beyond(p, "backward", "dkdv") == once + visits + sectors
-    forward = flashsim.count(p, tiling=Tiling(64, 64))
-    by_kernel = {
-        kernel: verify(
-            [
-                MeasuredPass(
-                    forward, {"forward": [MeasuredLaunch(kernel, 0, {"bytes into SMs": 1.0})]}
-                )
-            ],
-            "title",
-        )
-        .rows[0]
-        .predicted
-        for kernel in ("hopper_forward", "flash_forward")
-    }
-    more = by_kernel["hopper_forward"] - by_kernel["flash_forward"]
-    assert more == beyond(p, "forward", "forward")
-    flops = tensor_flops(forward, forward.stages[0], hopper=True)
-    assert flops == 4 * 4 * 2 * (2 * 64 * 64 * 64)
+    assert beyond(p, "dkdv") == once + visits + sectors
+    forward = kernel(p, "forward", Tiling(64, 64))
+    hopper, portable = (
+        compared(forward.traffic, "forward", name, {"bytes into SMs": 1.0})["requested read"]
+        for name in ("hopper_forward", "flash_forward")
+    )
+    assert hopper.predicted - portable.predicted == beyond(p, "forward")
+    assert forward.tensor_flops() == 4 * 4 * 2 * (2 * 64 * 64 * 64)
 
 
 def test_boxes_hang_over_the_sides():
     """Boxes are 64 columns wide; the backward's tiles of V are as wide as those of K."""
     p = Problem(128, head_dim=48, head_dim_v=96, dtype="bfloat16")
     tiles = 128 * 2  # rows of Q, or of K in both visits of two row tiles, bytes
-    assert beyond(p, "forward", "forward") == tiles * (16 + 2 * (16 + 32))
+    assert beyond(p, "forward") == tiles * (16 + 2 * (16 + 32))
     statistics = 2 * 128 * 4  # LSE and delta once more: both warpgroups have a tile's 64 rows
-    assert beyond(p, "backward", "dq") == tiles * (80 + 32 + 2 * (80 + 32)) + statistics
+    assert beyond(p, "dq") == tiles * (80 + 32 + 2 * (80 + 32)) + statistics
 
 
 def test_rows_that_begin_in_the_middle_of_a_sector():
@@ -340,23 +323,16 @@ def test_rows_that_begin_in_the_middle_of_a_sector():
     rows = 8 * (2048 + 2 * 16 * 2048)  # Q once, K and V for 16 row tiles
     for d, portable, boxes in ((40, 4, 5), (72, 7, 9.5), (200, 19, 18.5)):
         p = Problem(2048, head_dim=d, heads=8, dtype="bfloat16")
-        traffic = flashsim.count(p, tiling=Tiling(128, 32), device="B200")
-        (stage,) = traffic.stages
-        assert crossing(traffic, stage, "load", hopper=False) == rows * portable * 32
-        assert crossing(traffic, stage, "load", hopper=True) == rows * boxes * 32
-    whole = flashsim.count(Problem(64, head_dim=72, dtype="bfloat16"), direction="backward")
-    assert crossing(whole, whole.stages[0], "load", hopper=False) == 2 * 64 * 144  # delta: rows
+        one = kernel(p, "forward", Tiling(128, 32), "B200")
+        assert one.crossing("load") == rows * boxes * 32
+        assert replace(one, hopper=False).crossing("load") == rows * portable * 32
+    whole = kernel(Problem(64, head_dim=72, dtype="bfloat16"), "delta", None, hopper=False)
+    assert whole.crossing("load") == 2 * 64 * 144  # delta: rows
 
 
 def written(p, stage, tiling, *, hopper):
     """Sectors that a stage's stores touch."""
-    fused = stage in ("fused", "convert")
-    names = "flash2-fused" if fused else "flash2", "forward" if stage == "forward" else "backward"
-    traffic = cases.predict(p, *names, tiling, "H200")
-    found = sectors_written(
-        traffic, next(s for s in traffic.stages if s.name == stage), hopper=hopper
-    )
-    return found / 32
+    return sectors_written(kernel(p, stage, tiling, hopper=hopper)) / 32
 
 
 def test_sectors_that_two_store_instructions_touch():
@@ -394,69 +370,56 @@ def test_sectors_of_heads_that_begin_inside_one():
 def test_entries_in_tables_that_blocks_read():
     """A work tile's two entries, a sector each, and on Hopper the answer of a counter."""
     p = Problem(2048, head_dim=64, heads=8, dtype="bfloat16")
-    traffic = cases.predict(p, "flash2", "forward", Tiling(128, 128), "H200")
-    (stage,) = traffic.stages
-    assert table_reads(traffic, stage, hopper=False) == 8 * 16 * 2 * 32  # fewer tiles than SMs
-    assert table_reads(traffic, stage, hopper=True) == 8 * 16 * 2 * 32  # so no counter is asked
-    assert table_reads(traffic, stage, hopper=False, warps=4) == 4 * 8 * 16 * 2 * 32
-    many = cases.predict(replace(p, heads=8000), "flash2", "forward", Tiling(128, 128), "H200")
-    assert table_reads(many, stage, hopper=False) == 8000 * 16 * 2 * 32
-    assert table_reads(many, stage, hopper=True) == 8000 * 16 * 3 * 32
-    delta = cases.predict(p, "flash2", "backward", Tiling(64, 64), "H200").stages[0]
-    assert table_reads(traffic, delta, hopper=True) == 0
+    one, tiles = kernel(p, "forward", Tiling(128, 128)), 8 * 16
+    portable = replace(one, hopper=False)
+    assert portable.table_reads() == tiles * 2 * 32  # fewer tiles than SMs
+    assert one.table_reads() == tiles * 2 * 32  # so no counter is asked
+    assert portable.table_reads(warps=4) == 4 * tiles * 2 * 32
+    many = kernel(replace(p, heads=8000), "forward", Tiling(128, 128))
+    assert replace(many, hopper=False).table_reads() == 8000 * 16 * 2 * 32
+    assert many.table_reads() == 8000 * 16 * 3 * 32
+    assert kernel(p, "delta", Tiling(64, 64)).table_reads() == 0
 
 
 def test_statistics_of_heads_that_begin_inside_a_sector():
     """Two heads of 100 rows: the second begins at byte 400, in the middle of a sector."""
     p = Problem(100, head_dim=64, heads=2, dtype="bfloat16")
-    traffic = cases.predict(p, "flash2", "backward", Tiling(64, 64), "H200")
-    _, dkdv, dq = traffic.stages
 
     def beyond_rows(stage, hopper, *, with_l1=False):
-        moved = crossing(traffic, stage, "load", hopper=hopper, with_l1=with_l1)
-        tiles = (
-            {"Q": 1, "dO": 1, "K": 2, "V": 2} if stage is dq else {"Q": 2, "dO": 2, "K": 1, "V": 1}
-        )
-        rows = sum(2 * (128 if hopper else 100) * n * 128 for n in tiles.values())
-        return moved - rows
+        moved = kernel(p, stage, Tiling(64, 64), hopper=hopper).crossing("load", with_l1=with_l1)
+        times = (1, 1, 2, 2) if stage == "dq" else (2, 2, 1, 1)  # Q, dO, K and V
+        return moved - sum(2 * (128 if hopper else 100) * n * 128 for n in times)
 
     walks = 2 * 2 * 2 * 13 * 32  # vectors, key tiles, heads: 100 rows touch 13 sectors
-    assert beyond_rows(dkdv, False) == beyond_rows(dkdv, True) == walks
+    assert beyond_rows("dkdv", False) == beyond_rows("dkdv", True) == walks
     # With L1: 32 rows at a time, the last four in one sector; in the second head, five for each 32.
     by_warps = 2 * 2 * (3 * 4 + 1 + 3 * 5 + 1) * 32
-    assert beyond_rows(dkdv, False, with_l1=True) == by_warps
-    assert beyond_rows(dkdv, True, with_l1=True) == by_warps
+    assert beyond_rows("dkdv", False, with_l1=True) == by_warps
+    assert beyond_rows("dkdv", True, with_l1=True) == by_warps
     # A row tile alone: 8 and 5 sectors, in the second head 9 and 5.
-    assert beyond_rows(dq, False) == 2 * (8 + 5 + 9 + 5) * 32
+    assert beyond_rows("dq", False) == 2 * (8 + 5 + 9 + 5) * 32
     # Eight rows at a time, by both warpgroups: in the second head two sectors each but the last.
-    assert beyond_rows(dq, True) == 2 * 2 * (13 + 2 * 12 + 1) * 32
+    assert beyond_rows("dq", True) == 2 * 2 * (13 + 2 * 12 + 1) * 32
 
 
 def test_sectors_that_are_not_worked_out():
-    p = Problem(64, head_dim=40, dtype="float32")
-    traffic = flashsim.count(p, tiling=Tiling(64, 64))
-    assert sectors_written(traffic, traffic.stages[0], hopper=False) is None
-    packed = Problem(
-        64, head_dim=40, dtype="bfloat16", cu_seqlens_q=(0, 5, 64), cu_seqlens_k=(0, 5, 64)
-    )
-    traffic = flashsim.count(packed, tiling=Tiling(64, 64))
-    assert sectors_written(traffic, traffic.stages[0], hopper=False) is None
+    packed = {"cu_seqlens_q": (0, 5, 64), "cu_seqlens_k": (0, 5, 64)}
+    for how in ({"dtype": "float32"}, {"dtype": "bfloat16"} | packed):
+        one = kernel(Problem(64, head_dim=40, **how), "forward", Tiling(64, 64), hopper=False)
+        assert sectors_written(one) is None
 
 
 def test_rows_are_filled_up_to_16_bytes():
     """59 of 64 elements exist: the others are in HBM, and cross; 16 a step make 64 of 50."""
     p = Problem(64, head_dim=59, head_dim_v=64, dtype="bfloat16")
-    traffic = flashsim.count(p, tiling=Tiling(64, 64))
-    (stage,) = traffic.stages
-    assert crossing(traffic, stage, "load", hopper=False) == 64 * 2 * 3 * 64
-    assert crossing(traffic, stage, "store", hopper=False) == 64 * (64 * 2 + 4)
-    assert crossing(traffic, stage, "reduce", hopper=False) == 0
-    narrow = flashsim.count(replace(p, head_dim_v=50), tiling=Tiling(64, 64))
-    assert tensor_flops(narrow, narrow.stages[0], hopper=False) == 2 * 64 * 64 * (64 + 64)
-    back = flashsim.count(p, direction="backward", tiling=Tiling(64, 64), device="B200")
-    _, dkdv, _ = back.stages
+    one = kernel(p, "forward", Tiling(64, 64), hopper=False)
+    assert one.crossing("load") == 64 * 2 * 3 * 64
+    assert one.crossing("store") == 64 * (64 * 2 + 4)
+    assert one.crossing("reduce") == 0
+    narrow = kernel(replace(p, head_dim_v=50), "forward", Tiling(64, 64), hopper=False)
+    assert narrow.tensor_flops() == 2 * 64 * 64 * (64 + 64)
     # 16 more columns twice: log-sum-exp and delta
-    assert tensor_flops(back, dkdv, hopper=True) == 2 * 64 * 64 * (4 * 64 + 2 * 16)
+    assert kernel(p, "dkdv", Tiling(64, 64)).tensor_flops() == 2 * 64 * 64 * (4 * 64 + 2 * 16)
 
 
 @pytest.mark.parametrize(
@@ -471,13 +434,11 @@ def test_rows_are_filled_up_to_16_bytes():
 def test_hoppers_backwards_multiply_whole_sixteens(d, dv, stage, columns):
     """dQ^T, and wide dK and dV, are whole chunks of 64. C++ adds LSE and delta up to d = 128."""
     p = Problem(64, head_dim=d, head_dim_v=dv, dtype="bfloat16")
-    algorithm = "flash2-fused" if stage == "fused" else "flash2"
-    traffic = cases.predict(p, algorithm, "backward", Tiling(64, 64), "H200")
-    found = next(s for s in traffic.stages if s.name == stage)
+    one = kernel(p, stage, Tiling(64, 64))
     more = 2 * 16 if max(d, dv) <= 128 else 0
-    assert tensor_flops(traffic, found, hopper=True) == 2 * 64 * 64 * (columns + more)
+    assert one.tensor_flops() == 2 * 64 * 64 * (columns + more)
     products, chunks = {"fused": 5, "dkdv": 4, "dq": 3}[stage], -(-max(d, dv) // 64)
-    in_python = tensor_flops(traffic, found, hopper=True, python=True)
+    in_python = replace(one, python=True).tensor_flops()
     alike = max(d, dv) > 128 and stage != "dq"  # both languages divide the columns there
     assert in_python == 2 * 64 * 64 * (columns if alike else products * 64 * chunks)
 
@@ -497,26 +458,29 @@ def test_where_dq_is_deferred_an_item_has_one_product_more(n, d, batch, causal, 
     """As an H200's tensor cores count them; of dQ, whose product in the first visit is not used."""
     p = Problem(n, head_dim=d, batch=batch, heads=2048 // d, dtype="bfloat16", causal=causal)
     tiling = Tiling(128 if d == 64 else 64, 128)
-    traffic = cases.predict(p, "flash2-fused", "backward", tiling, "H200")
-    fused = next(s for s in traffic.stages if s.name == "fused")
-    assert sum(one.unused for one in shares(traffic, fused)) == products
-    assert shares(traffic, fused, python=True) == shares(traffic, fused)
-    launch = MeasuredLaunch("hopper_backward", 0, {"tensor FLOPs, bf16": 1.0})
-    by_turns = {
-        turns: verify([MeasuredPass(traffic, {"fused": [launch]}, in_turns=turns)], "title")
+    fused = kernel(p, "fused", tiling)
+    shared = fused.shared().launches
+    assert sum(one.unused for one in shared) == products
+    assert replace(fused, python=True).shared().launches == shared
+    free, ordered = (
+        compared(fused.traffic, "fused", "hopper_backward", {FLOPS: 1.0}, in_turns=turns)
         for turns in (False, True)  # in a fixed order it is never deferred
-    }
-    free, ordered = (found.rows[0].predicted for found in by_turns.values())
-    assert free - ordered == products * 2 * tiling.block_q * tiling.block_k * d
+    )
+    more = free["tensor FLOPs"].predicted - ordered["tensor FLOPs"].predicted
+    assert more == products * 2 * tiling.block_q * tiling.block_k * d
+
+
+def in_both_languages(p):
+    """A fused kernel, and how its blocks share key tiles in C++ and in Python."""
+    fused = kernel(p, "fused", Tiling(64, 128))
+    return fused, {x: replace(fused, python=x).shared().launches for x in (False, True)}
 
 
 def test_an_item_without_visits_has_an_unused_product_in_cpp_alone():
     """Keys that no query sees; in Python what follows the last visit stands behind a branch."""
     p = Problem(4096, 8192, head_dim=128, heads=16, dtype="bfloat16", window=(3000, 0))
-    traffic = cases.predict(p, "flash2-fused", "backward", Tiling(64, 128), "H200")
-    (fused,) = (s for s in traffic.stages if s.name == "fused")
-    unseen = int((np.diff(traffic.schedule(fused).col_csr[0]) == 0).sum())
-    found = {python: shares(traffic, fused, python=python) for python in (False, True)}
+    fused, found = in_both_languages(p)
+    unseen = int((np.diff(fused.traffic.schedule(fused.stage).col_csr[0]) == 0).sum())
     unused = {python: sum(one.unused for one in each) for python, each in found.items()}
     assert unseen > 0
     assert unused == {False: 16 * 64, True: 16 * (64 - unseen)}
@@ -525,12 +489,10 @@ def test_an_item_without_visits_has_an_unused_product_in_cpp_alone():
 def test_a_clusters_block_without_visits_has_an_unused_product_in_cpp_alone():
     """Of the last tile's two visits, four blocks share them."""
     p = Problem(8192, head_dim=128, dtype="bfloat16", causal=True)
-    traffic = cases.predict(p, "flash2-fused", "backward", Tiling(64, 128), "H200")
-    (fused,) = (s for s in traffic.stages if s.name == "fused")
-    visits = np.diff(traffic.schedule(fused).col_csr[0])
+    fused, found = in_both_languages(p)
+    visits = np.diff(fused.traffic.schedule(fused.stage).col_csr[0])
     assert (visits.min(), np.sum(visits < 4)) == (2, 1)
-    for python, products in ((False, 64 * 4), (True, 63 * 4 + 2)):
-        assert shares(traffic, fused, python=python) == ((64, 4, products),)
+    assert found == {False: ((64, 4, 64 * 4),), True: ((64, 4, 63 * 4 + 2),)}
 
 
 def test_reads_where_clusters_share_what_whole_rounds_leave():
@@ -539,13 +501,10 @@ def test_reads_where_clusters_share_what_whole_rounds_leave():
         (Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16"), Tiling(64, 128), 80),
         (Problem(4096, head_dim=64, batch=4, heads=32, dtype="bfloat16"), Tiling(128, 128), 28),
     ):
-        traffic = cases.predict(p, "flash2-fused", "backward", tiling, "H200")
-        fused = next(s for s in traffic.stages if s.name == "fused")
-        launches = shares(traffic, fused)
-        assert sum((one.blocks - 1) * one.items for one in launches) == blocks_more
-        more = crossing(traffic, fused, "load", hopper=True, launches=launches) - crossing(
-            traffic, fused, "load", hopper=True
-        )
+        fused = kernel(p, "fused", tiling)
+        shared = fused.shared()
+        assert sum((one.blocks - 1) * one.items for one in shared.launches) == blocks_more
+        more = shared.crossing("load") - fused.crossing("load")
         assert more == blocks_more * 128 * p.head_dim * (2 * 2 + 2 * 4)  # K, V; parts of dK, dV
 
 
@@ -565,38 +524,29 @@ def test_reads_where_clusters_share_what_whole_rounds_leave():
 def test_reads_of_the_judging_run(sizes, tiling, stage, measured):
     """An H100's counter plus the sectors that L1 answers: docs/data/soak-judged-h100.csv."""
     p = Problem(**{"head_dim": 112, "heads": 2} | sizes, dtype="bfloat16")
-    form = "flash2-fused" if stage == "fused" else "flash2"
-    traffic = cases.predict(p, form, "backward", Tiling(*tiling), "H100")
-    loop = next(one for one in traffic.stages if one.name == stage)
-    how = {"hopper": True, "launches": shares(traffic, loop)}
-    found = crossing(traffic, loop, "load", **how, with_l1=True) + table_reads(traffic, loop, **how)
+    one = kernel(p, stage, Tiling(*tiling), "H100").shared()
+    found = one.crossing("load", with_l1=True) + one.table_reads()
     assert found == pytest.approx(measured, rel=1e-5)
 
 
 def test_flops_of_items_that_clusters_share_are_of_whole_thirty_twos():
     p = Problem(4096, head_dim=80, batch=4, heads=16, dtype="bfloat16")
-    traffic = cases.predict(p, "flash2-fused", "backward", Tiling(64, 128), "H200")
-    fused = next(s for s in traffic.stages if s.name == "fused")
-    launches = shares(traffic, fused)
+    fused = kernel(p, "fused", Tiling(64, 128)).shared()
+    launches = fused.launches
     columns = {n: sum(one.items for one in launches if (one.blocks > 1) == n) for n in (0, 1)}
     assert columns[1] > 0
     more = 2 * 16  # of S and dP, for log-sum-exp and delta
     visits = columns[0] * 64 * (4 * 80 + 128 + more) + columns[1] * 64 * (4 * 96 + 128 + more)
     unused = sum(one.unused for one in launches) * 128
-    found = tensor_flops(traffic, fused, hopper=True, launches=launches)
-    assert found == 2 * 64 * 128 * (visits + unused)
+    assert fused.tensor_flops() == 2 * 64 * 128 * (visits + unused)
 
 
 def test_what_the_blocks_of_a_cluster_send_each_other():
     """Two share a tile of keys: K and V arrive at both, and a float32 half of dK and of dV."""
     p = Problem(2048, head_dim=40, head_dim_v=96, heads=8, dtype="bfloat16", causal=True)
-    traffic = cases.predict(p, "flash2-fused", "backward", Tiling(64, 128), "H200")
-    fused = next(s for s in traffic.stages if s.name == "fused")
+    fused = kernel(p, "fused", Tiling(64, 128))
     shared, alone = (  # in a fixed order no tile is shared
-        crossing(
-            *(traffic, fused, "load"), hopper=True, launches=shares(traffic, fused, in_turns=turns)
-        )
-        for turns in (False, True)
+        fused.shared(in_turns=turns).crossing("load") for turns in (False, True)
     )
     # At each block: K's row of 80 bytes in 6.5 sectors and an empty box, V's of 192 in 9. Alone K's
     # is in 9, and V's in 8.
@@ -618,28 +568,24 @@ def test_warps_share_dq_out_by_sixteen_columns(d, dv, columns):
     """As an H200's tensor cores count them: 48 by two warps, 80 and 48 by four."""
     p = Problem(128, head_dim=d, head_dim_v=dv, dtype="bfloat16")
     keys = 64 if d == 200 else 128
-    traffic = cases.predict(p, "flash2-fused", "backward", Tiling(64, keys), "H200")
-    fused = next(s for s in traffic.stages if s.name == "fused")
+    fused = kernel(p, "fused", Tiling(64, keys), hopper=False)
     padded = {40: 48, 200: 224}
     rest = 2 * padded.get(d, d) + 2 * padded.get(dv, dv)
-    found = tensor_flops(traffic, fused, hopper=False)
-    assert found == 2 * 2 * 64 * 128 * (rest + columns)
+    assert fused.tensor_flops() == 2 * 2 * 64 * 128 * (rest + columns)
 
 
 @pytest.mark.parametrize(("dtype", "more"), [("bfloat16", 2 * 16), ("float16", 0)])
 def test_products_that_add_statistics(dtype, more):
     """S, dP, dV, dK and dQ^T (64 rows) of one pair of tiles; bfloat16 adds 16 columns twice."""
     p = Problem(128, head_dim=48, dtype=dtype)
-    traffic = cases.predict(p, "flash2-fused", "backward", Tiling(128, 128), "H200")
-    fused = next(s for s in traffic.stages if s.name == "fused")
-    expected = 2 * 128 * 128 * (4 * 48 + 64 + more)
-    assert tensor_flops(traffic, fused, hopper=True) == expected
-    assert tensor_flops(traffic, fused, hopper=True, python=True) == 2 * 128 * 128 * 5 * 64
+    fused = kernel(p, "fused", Tiling(128, 128))
+    assert fused.tensor_flops() == 2 * 128 * 128 * (4 * 48 + 64 + more)
+    assert replace(fused, python=True).tensor_flops() == 2 * 128 * 128 * 5 * 64
 
 
 def test_without_ncu_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(BackendUnavailable, match="--from FILE"):
+    with pytest.raises(errors.BackendUnavailable, match="--from FILE"):
         command(["program"])
 
 
@@ -669,7 +615,7 @@ def test_a_case_survives_json(case):
 )
 def test_what_a_case_cannot_carry_is_refused(more, name):
     with pytest.raises(
-        UnsupportedError,
+        errors.UnsupportedError,
         match=rf"^the problem sets {name}, which a case cannot have; set only n_q, .*softcap",
     ):
         Case(Problem(32, head_dim=8, **more))
@@ -686,23 +632,27 @@ def test_a_case_runs_with_its_softcap_and_its_widths(monkeypatch):
     assert traffic.bytes(tensor="V") == 2 * traffic.bytes(tensor="K")
 
 
-def stand_in(folder, body):
-    """A program called ncu: no profiler, but the same way of being called."""
-    path = folder / "ncu"
-    path.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Make a program called ncu: no profiler, but the same way of being called."""
+    path = tmp_path / "ncu"
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def make(body):
+        path.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+    return make
 
 
-def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
+def test_cases_are_run_twice_and_their_table_read(stand_in):
     kernels = ["flash_forward", "flash_delta", "hopper_backward", "flash_dq", "flash_forward"]
     wanted = CASES[:2]
-    text = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in kernels])
+    text = reads_of(*kernels)
     stand_in(
-        tmp_path,
         f"assert '--clock-control' in sys.argv and 'flashsim.studies.verify.workload' in sys.argv\n"
-        f"print({text!r})",
+        f"print({text!r})"
     )
-    monkeypatch.setenv("PATH", str(tmp_path))
     kept = record(wanted)
     assert parse(kept.text) == parse(text)
     cases = passes_of(kept)
@@ -731,9 +681,8 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
             "more kernel launches than flashsim predicts; launch",
         ),
     ):
-        table_of = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in wrong])
-        with pytest.raises(TraceError, match=message):
-            passes_of(replace(kept, text=table_of))
+        with pytest.raises(errors.TraceError, match=message):
+            passes_of(replace(kept, text=reads_of(*wrong)))
 
 
 GPUS = {
@@ -764,17 +713,15 @@ def test_a_gpu_is_known_by_its_name_and_figures(name):
 @pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu[0])
 def test_a_gpu_that_no_preset_describes_is_named(gpu):
     with pytest.raises(
-        OptionError,
+        errors.OptionError,
         match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*choose a GPU with device=",
     ):
         reported(*gpu)
 
 
-def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
+def test_it_is_predicted_for_the_gpu_that_is_measured(stand_in, monkeypatch):
     """Also by the command; and where there is none to ask, that is said."""
-    text = long_csv([("flash_forward", {READ: ("10", "sector")})])
-    stand_in(tmp_path, f"print({text!r})")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    stand_in(f"print({reads_of('flash_forward')!r})")
     counted = [[Counted("flash2", "forward", Tiling(64, 64), {}).to_dict()]]
     real = measure.output_of
 
@@ -798,20 +745,20 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
         named = invoke("verify", "-n", 64, "--device", "A100", "--heads", 1)
         assert "on A100" in " ".join(named.output.split())
     with pytest.raises(
-        OptionError, match="backend 'simulator' does not run on a GPU; choose a GPU with device="
+        errors.OptionError,
+        match="backend 'simulator' does not run on a GPU; choose a GPU with device=",
     ):
         record([replace(unnamed, backend="simulator")])
 
 
-def test_without_a_gpu_nothing_is_predicted_for_one_by_default(monkeypatch, tmp_path):
-    stand_in(tmp_path, "pass")
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_without_a_gpu_nothing_is_predicted_for_one_by_default(stand_in, monkeypatch):
+    stand_in("pass")
 
     def fails(*_):
-        raise BackendUnavailable("no NVIDIA GPU is visible")
+        raise errors.BackendUnavailable("no NVIDIA GPU is visible")
 
     monkeypatch.setattr(cases, "require_cupy", fails)
-    with pytest.raises(BackendUnavailable, match="no NVIDIA GPU"):
+    with pytest.raises(errors.BackendUnavailable, match="no NVIDIA GPU"):
         record([Case(PROBLEM)])
     assert "no NVIDIA GPU" in refused("verify", "--soak", 1)
 
@@ -828,10 +775,9 @@ def test_the_workload_counts_only_where_it_is_told_to(tmp_path):
     assert [len(case) for case in counted] == [2, 1]
 
 
-def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
-    text = long_csv([("flash_forward", {READ: ("10", "sector")})])
-    stand_in(tmp_path, f"print({text!r})")
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_the_command_measures_and_keeps_the_table(tmp_path, stand_in):
+    text = reads_of("flash_forward")
+    stand_in(f"print({text!r})")
     kept = tmp_path / "kept.csv"
     (row,) = rows("verify", *ON_H200, "--save", kept)
     problem = Problem(64, head_dim=16, dtype="bfloat16")
@@ -842,11 +788,10 @@ def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
     assert rows("verify", "--from", kept) == [row]
 
 
-def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch):
+def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, stand_in):
     """The second table is the first, counts and all, with no option that says what ran."""
     counter = METRICS["bytes into SMs"]
-    stand_in(tmp_path, f"print({long_csv([('flash_forward', {counter: ('10', 'byte')})])!r})")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    stand_in(f"print({long_csv([('flash_forward', {counter: ('10', 'byte')})])!r})")
     kept = tmp_path / "kept.csv"
     first = ok("verify", *ON_H200, "--causal", "--save", kept)
     assert ok("verify", "--from", kept) == first
@@ -854,15 +799,15 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
     assert row["counted"] + 2 * 32 == row["predicted"]  # one block: two entries in tables
     counts_beside(kept).write_text('{"cases": [{}]}')
     with pytest.raises(
-        TraceError, match=r"kept.counts.json does not have the format .*to read only kept.csv, rem"
+        errors.TraceError,
+        match=r"kept.counts.json does not have the format .*to read only kept.csv, rem",
     ):
         Record.load(kept)
 
 
-def test_a_profiler_that_fails_is_quoted(tmp_path, monkeypatch):
-    stand_in(tmp_path, "print('ERR_NVGPUCTRPERM'); sys.exit(1)")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BackendUnavailable, match="exit code 1: ERR_NVGPUCTRPERM"):
+def test_a_profiler_that_fails_is_quoted(stand_in):
+    stand_in("print('ERR_NVGPUCTRPERM'); sys.exit(1)")
+    with pytest.raises(errors.BackendUnavailable, match="exit code 1: ERR_NVGPUCTRPERM"):
         record(CASES)
 
 

@@ -1,12 +1,41 @@
 """The counter of `fuzz`: a case's bytes and products, tile by tile, by docs/reference/model.md."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from fuzz_cases import Case, kept, sequences
 
 Moves = Counter
+
+#: What moves per visited tile, per row tile and per column tile: "<" is a load, ">" a store, "+" a
+#: reduction. "*" marks an accumulator, and "~" a move that only narrow types need, whose
+#: accumulators are tensors of their own (X_acc). A case without a bias or softcap moves neither
+#: bias nor gate.
+FORWARD = {
+    "standard": ("<bias <K <V >S <S >P <P >gate", "<Q >O", ""),
+    "flash1": ("<bias <Q <O* >O* <l >l <m >m", ">O* >l >m ~<O* ~>O", "<K <V"),
+    "flash2": ("<bias <K <V", "<Q >O >L", ""),
+}
+FORWARD["flash2-fused"] = FORWARD["flash2"]
+BACKWARD = {
+    "standard": (  # dv and ds; ds; dq and dk
+        "+dBias* <P <P <dP <dS <dS >dP >dS <gate <dO <Q <V <K",
+        *("<dO >dQ", ">dK >dV"),
+    ),
+    "flash1": (
+        "+dBias* <bias <Q <dO <O <dQ* >dQ* <l <m",
+        *(">dQ* ~<dQ* ~>dQ", "<K <V >dK >dV"),
+    ),
+    "flash2-fused": (
+        "+dBias* <bias <Q <dO +dQ* <L <delta",
+        *("<O <dO >delta >dQ* ~<dQ* ~>dQ", "<K <V >dK >dV"),
+    ),
+    "flash2": (  # two loops, the second one for dQ
+        "+dBias* <bias <Q <dO <L <delta <K <V <bias",
+        *("<O <dO >delta <Q <dO <L <delta >dQ", "<K <V >dK >dV"),
+    ),
+}
+OPS = {"<": "load", ">": "store", "+": "reduce"}
 
 
 def count(case: Case, tiling: Any, direction: str, algorithm: str) -> tuple[Moves, int]:
@@ -15,136 +44,37 @@ def count(case: Case, tiling: Any, direction: str, algorithm: str) -> tuple[Move
     a, d, dv = max(e, 4), case.d, case.dv
     acc = "_acc" if e < a else ""
     heads, group = case.batch * case.heads, case.heads // case.kv_heads
+    absent = {"bias": case.bias is None, "dBias": case.bias is None, "gate": not case.softcap}
     moved: Moves = Counter()
 
-    def move(op: str, tensor: str, nbytes: int, times: int = heads) -> None:
-        moved[op, tensor] += nbytes * times
+    def move(moves: str, r: int, c: int, times: int) -> None:
+        sides = {"Q": r * d, "O": r * dv, "K": c * d, "V": c * dv}
+        sides |= dict.fromkeys(("S", "P", "Bias", "bias", "gate"), r * c)
+        for word in moves.split():
+            op, name = word.removeprefix("~")[0], word.removeprefix("~")[1:].rstrip("*")
+            if absent.get(name) or (word[0] == "~" and not acc):
+                continue
+            # Statistics, such as l, have a row's number of elements and the accumulator's type.
+            nbytes = sides.get(name if name in sides else name.removeprefix("d"), r)
+            wide = "*" in word or name in ("l", "m", "L", "delta")
+            key = OPS[op], name + acc if "*" in word else name
+            moved[key] += nbytes * (a if wide else e) * times
 
     rows, cols, visits = _tiles(case, tiling, dense=algorithm == "standard")
-    area = sum(r * c for r, c in visits)
-    matrices = 0 if case.bias is None else case.bias[0] * case.bias[1]
-    has_bias = case.bias is not None
+    per_visit, per_row, per_col = (FORWARD if direction == "forward" else BACKWARD)[algorithm]
+    for r, c in visits:
+        move(per_visit, r, c, heads)
+    for r in rows:
+        move(per_row, r, 0, heads)
+    for c in cols:  # in a backward pass, once for all heads of a KV head
+        move(per_col, 0, c, heads if direction == "forward" else heads // group)
+    products = {"standard": 2 * d + 2 * dv, "flash2": 4 * d + 3 * dv}.get(algorithm, 3 * d + 2 * dv)
     if direction == "forward":
-        walk = _forward(case, algorithm, rows, cols, visits, e, a, acc)
         products = d + dv
-    else:
-        walk = _backward(case, algorithm, rows, cols, visits, e, a, acc)
-        products = {"standard": 2 * d + 2 * dv, "flash2": 4 * d + 3 * dv}.get(
-            algorithm, 3 * d + 2 * dv
-        )
-        if has_bias:
-            move("store", f"dBias{acc}", case.n_q * case.n_kv * a, matrices)
-            if acc:
-                move("load", "dBias_acc", case.n_q * case.n_kv * a, matrices)
-                move("store", "dBias", case.n_q * case.n_kv * e, matrices)
-    for op, tensor, nbytes, shared in walk:
-        move(op, tensor, nbytes, heads // group if shared else heads)
+    elif case.bias is not None:
+        move(">dBias* ~<dBias* ~>dBias", case.n_q, case.n_kv, case.bias[0] * case.bias[1])
+    area = sum(r * c for r, c in visits)
     return Counter({key: n for key, n in moved.items() if n}), 2 * area * products * heads
-
-
-# operation, tensor, bytes, whether once for all heads of a KV head
-Move = tuple[str, str, int, bool]
-
-
-def _forward(case, algorithm, rows, cols, visits, e, a, acc) -> Iterator[Move]:
-    d, dv, has_bias = case.d, case.dv, case.bias is not None
-    for r, c in visits:
-        if has_bias:
-            yield "load", "bias", r * c * e, False
-        if algorithm == "flash1":
-            yield "load", "Q", r * d * e, False
-            for op in ("load", "store"):
-                yield op, f"O{acc}", r * dv * a, False
-                yield op, "l", r * a, False
-                yield op, "m", r * a, False
-            continue
-        yield "load", "K", c * d * e, False
-        yield "load", "V", c * dv * e, False
-        if algorithm == "standard":
-            for tensor in "SP":
-                yield "store", tensor, r * c * e, False
-                yield "load", tensor, r * c * e, False
-            if case.softcap:
-                yield "store", "gate", r * c * e, False
-    for r in rows:
-        if algorithm == "flash1":
-            yield "store", f"O{acc}", r * dv * a, False
-            yield "store", "l", r * a, False
-            yield "store", "m", r * a, False
-            if acc:
-                yield "load", "O_acc", r * dv * a, False
-                yield "store", "O", r * dv * e, False
-            continue
-        yield "load", "Q", r * d * e, False
-        yield "store", "O", r * dv * e, False
-        if algorithm != "standard":
-            yield "store", "L", r * a, False
-    if algorithm == "flash1":
-        for c in cols:
-            yield "load", "K", c * d * e, False
-            yield "load", "V", c * dv * e, False
-
-
-def _backward(case, algorithm, rows, cols, visits, e, a, acc) -> Iterator[Move]:
-    d, dv, has_bias = case.d, case.dv, case.bias is not None
-    for r, c in visits:
-        if has_bias:
-            yield "reduce", f"dBias{acc}", r * c * a, False
-        if algorithm == "standard":
-            for tensor in ("P", "P", "dP", "dS", "dS"):  # dv and ds; ds; dq and dk
-                yield "load", tensor, r * c * e, False
-            for tensor in ("dP", "dS"):
-                yield "store", tensor, r * c * e, False
-            if case.softcap:
-                yield "load", "gate", r * c * e, False
-            yield "load", "dO", r * dv * e, False
-            yield "load", "Q", r * d * e, False
-            yield "load", "V", c * dv * e, False
-            yield "load", "K", c * d * e, False
-            continue
-        if has_bias:
-            yield "load", "bias", r * c * e, False
-        yield "load", "Q", r * d * e, False
-        yield "load", "dO", r * dv * e, False
-        if algorithm == "flash1":
-            yield "load", "O", r * dv * e, False
-            for op in ("load", "store"):
-                yield op, f"dQ{acc}", r * d * a, False
-        elif algorithm == "flash2-fused":
-            yield "reduce", f"dQ{acc}", r * d * a, False
-        else:  # the second loop, for dQ
-            yield "load", "K", c * d * e, False
-            yield "load", "V", c * dv * e, False
-            if has_bias:
-                yield "load", "bias", r * c * e, False
-        for statistic in ("l", "m") if algorithm == "flash1" else ("L", "delta"):
-            yield "load", statistic, r * a, False
-    for r in rows:
-        if algorithm == "standard":
-            yield "load", "dO", r * dv * e, False
-            yield "store", "dQ", r * d * e, False
-            continue
-        if algorithm != "flash1":
-            yield "load", "O", r * dv * e, False
-            yield "load", "dO", r * dv * e, False
-            yield "store", "delta", r * a, False
-        if algorithm == "flash2":
-            yield "load", "Q", r * d * e, False
-            yield "load", "dO", r * dv * e, False
-            yield "load", "L", r * a, False
-            yield "load", "delta", r * a, False
-            yield "store", "dQ", r * d * e, False
-            continue
-        yield "store", f"dQ{acc}", r * d * a, False
-        if acc:
-            yield "load", "dQ_acc", r * d * a, False
-            yield "store", "dQ", r * d * e, False
-    for c in cols:
-        if algorithm != "standard":
-            yield "load", "K", c * d * e, True
-            yield "load", "V", c * dv * e, True
-        yield "store", "dK", c * d * e, True
-        yield "store", "dV", c * dv * e, True
 
 
 def _tiles(case: Case, tiling: Any, *, dense: bool):

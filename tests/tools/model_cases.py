@@ -30,97 +30,64 @@ TWO_SIDES = {
 NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
 
 
-def decoder(name: str, **more: Any) -> Callable[[int], Any]:
-    """Return a case of a text decoder, by its name in transformers."""
-
-    def make(n: int) -> Any:
-        kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-        config = getattr(transformers, kind)(**TEXT | more)
-        return getattr(transformers, f"{name}ForCausalLM")(config), {"input_ids": _words(n)}
-
-    return make
-
-
 def _words(n: int) -> torch.Tensor:
     return torch.randint(3, WORDS, (BATCH, n))
 
 
-def _gpt2(n: int) -> Any:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": WORDS}
-    none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    config = transformers.GPT2Config(**sizes, **none, bos_token_id=1, eos_token_id=2)
-    return transformers.GPT2LMHeadModel(config), {"input_ids": _words(n)}
+def tokens(n: int) -> dict[str, torch.Tensor]:
+    """Return the input of a text model."""
+    return {"input_ids": _words(n)}
 
 
-def _opt(n: int) -> Any:
-    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.OPTConfig(
-        **sizes, **NO_DROPOUT, vocab_size=WORDS, word_embed_proj_dim=32, max_position_embeddings=512
-    )
-    return transformers.OPTForCausalLM(config), {"input_ids": _words(n)}
+def two_texts(n: int) -> dict[str, torch.Tensor]:
+    """Return the inputs of an encoder and a decoder."""
+    return {"input_ids": _words(n), "decoder_input_ids": _words(n // 2 + 1)}
 
 
-def _t5(n: int) -> Any:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(
-        **sizes,
-        vocab_size=WORDS,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        initializer_factor=0.25,
-    )
-    model = transformers.T5ForConditionalGeneration(config)
-    return model, {"input_ids": _words(n), "decoder_input_ids": _words(n // 2 + 1)}
+def case(
+    name: str, head: str, inputs: Callable[[int], Any], config: str = "Config", **options: Any
+) -> Callable[[int], Any]:
+    """Return a case of the class `name` + `head` of transformers, with options of its config."""
+
+    def make(n: int) -> Any:
+        made = getattr(transformers, name + config)(**options)
+        return getattr(transformers, name + head)(made), inputs(n)
+
+    return make
 
 
-def _bart(n: int) -> Any:
-    config = transformers.BartConfig(**TWO_SIDES, **NO_DROPOUT, max_position_embeddings=512)
-    model = transformers.BartForConditionalGeneration(config)
-    return model, {"input_ids": _words(n), "decoder_input_ids": _words(n // 2 + 1)}
+def decoder(name: str, config: str = "Config", **more: Any) -> Callable[[int], Any]:
+    """Return a case of a text decoder, by its name in transformers."""
+    return case(name, "ForCausalLM", tokens, config, **TEXT | more)
 
 
 def _whisper(n: int) -> Any:
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     ends |= {"begin_suppress_tokens": None, "suppress_tokens": None}
     sizes = {"num_mel_bins": 8, "max_source_positions": n, "max_target_positions": n}
-    model = transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(**TWO_SIDES, **sizes, **ends, **NO_DROPOUT)
-    )
-    return model, {"input_features": torch.randn(BATCH, 8, 2 * n), "decoder_input_ids": _words(n)}
-
-
-def _bert(n: int) -> Any:
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(**SMALL, **none, vocab_size=WORDS, max_position_embeddings=512)
-    return transformers.BertForMaskedLM(config), {"input_ids": _words(n)}
-
-
-def _vit(n: int) -> Any:
-    config = transformers.ViTConfig(**SMALL, image_size=32, patch_size=8)
-    return transformers.ViTForImageClassification(config), {
-        "pixel_values": torch.randn(2, 3, 32, 32)
+    speech = lambda n: {  # noqa: E731
+        **{"input_features": torch.randn(BATCH, 8, 2 * n), "decoder_input_ids": _words(n)}
     }
+    options = {**TWO_SIDES, **sizes, **ends, **NO_DROPOUT}
+    return case("Whisper", "ForConditionalGeneration", speech, **options)(n)
 
 
-def _llama4(n: int) -> Any:
-    config = transformers.Llama4TextConfig(
-        **TEXT | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
-        attention_chunk_size=6,
-        layer_types=["chunked_attention", "full_attention"],
-    )
-    return transformers.Llama4ForCausalLM(config), {"input_ids": _words(n)}
-
-
-def _deepseek(n: int) -> Any:
-    config = transformers.DeepseekV3Config(
-        **TEXT | {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4},
-        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
-        **{"v_head_dim": 16, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
-        first_k_dense_replace=2,
-    )
-    return transformers.DeepseekV3ForCausalLM(config), {"input_ids": _words(n)}
-
-
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": WORDS}
+GPT2 |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+OPT |= {"vocab_size": WORDS, "word_embed_proj_dim": 32, "max_position_embeddings": 512}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": WORDS}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "initializer_factor": 0.25}
+BERT = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT |= {"vocab_size": WORDS, "max_position_embeddings": 512}
+LLAMA4 = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
+LLAMA4 |= {"attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"]}
+DEEPSEEK = {
+    **{"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
+    **{"v_head_dim": 16, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+    "first_k_dense_replace": 2,
+}
 MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 #: Cases whose inputs have no tokens that could be padding.
@@ -132,8 +99,10 @@ CASES: dict[str, Callable[[int], Any]] = {
     "Phi3: one projection": decoder("Phi3"),
     "OLMo2: norms behind layers": decoder("Olmo2"),
     "GPT-NeoX: part of a head is rotated": decoder("GPTNeoX"),
-    "GPT-2: one projection": _gpt2,
-    "OPT: learned positions": _opt,
+    "GPT-2: one projection": case(
+        *("GPT2", "LMHeadModel", tokens), **GPT2, bos_token_id=1, eos_token_id=2
+    ),
+    "OPT: learned positions": case("OPT", "ForCausalLM", tokens, **OPT, **NO_DROPOUT),
     "Gemma: one key head": decoder("Gemma", head_dim=8, num_key_value_heads=1),
     "Mistral: a window": decoder("Mistral", sliding_window=5),
     "Starcoder2: a window, and biases": decoder("Starcoder2", sliding_window=7),
@@ -141,17 +110,23 @@ CASES: dict[str, Callable[[int], Any]] = {
         "Gemma2", head_dim=8, attn_logit_softcapping=5.0, query_pre_attn_scalar=8, **MIXED
     ),
     "Gemma3: windows and full layers": decoder(
-        "Gemma3", head_dim=8, query_pre_attn_scalar=8, **MIXED
+        "Gemma3", "TextConfig", head_dim=8, query_pre_attn_scalar=8, **MIXED
     ),
     "Cohere2: layers with a window": decoder("Cohere2", **MIXED),
     "GPT-OSS: sinks, windows and full layers": decoder("GptOss", head_dim=8, **MIXED, **EXPERTS),
-    "Llama4: chunks": _llama4,
-    "DeepSeek-V3: latent keys, narrow values": _deepseek,
-    "T5: a bias of relative positions": _t5,
-    "BART: encoder, decoder and cross attention": _bart,
+    "Llama4: chunks": decoder("Llama4", "TextConfig", **LLAMA4),
+    "DeepSeek-V3: latent keys, narrow values": decoder("DeepseekV3", **DEEPSEEK),
+    "T5: a bias of relative positions": case("T5", "ForConditionalGeneration", two_texts, **T5),
+    "BART: encoder, decoder and cross attention": case(
+        *("Bart", "ForConditionalGeneration", two_texts),
+        **{**TWO_SIDES, **NO_DROPOUT, "max_position_embeddings": 512},
+    ),
     "Whisper: speech, cross attention": _whisper,
-    "BERT: both directions": _bert,
-    "ViT: pictures": _vit,
+    "BERT: both directions": case("Bert", "ForMaskedLM", tokens, **BERT),
+    "ViT: pictures": case(
+        *("ViT", "ForImageClassification", lambda n: {"pixel_values": torch.randn(2, 3, 32, 32)}),
+        **{**SMALL, "image_size": 32, "patch_size": 8},
+    ),
 }
 
 

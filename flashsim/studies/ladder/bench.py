@@ -5,7 +5,6 @@ The outer loop runs over row tiles of the score matrix, the inner loop over all 
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -41,21 +40,20 @@ class Bench:
         self.transfers: Counter[tuple[str, str]] = Counter()
         self.peak = 0
 
-    @contextmanager
-    def kernel(self, name: str) -> Iterator[Sram]:
-        """Yield an empty SRAM with the device's capacity for one kernel; record the transfers."""
-        sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
-        yield sram
+    def row_tiles(self, name: str) -> Iterator[tuple[Sram, int, slice, int]]:
+        """Run one kernel: yield an empty SRAM, and the number, rows and height of each row tile.
+
+        The SRAM has the device's capacity, and is emptied after each row tile. The kernel's
+        transfers are recorded after its last row tile.
+        """
+        stage = Stage(name, "queries", (), dense=True)
+        sram = Sram(self.hbm, self.schedule, stage, self.device, record=True)
+        for i, rows in sram.steps():
+            yield sram, i, rows, rows.stop - rows.start
         events = sram.done().events
         for event in events[np.isin(events["op"], TRANSFERS)]:
             self.transfers[OPS[event["op"]], TENSORS[event["tensor"]]] += int(event["bytes"])
         self.peak = max(self.peak, sram.peak)
-
-    def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
-        """Yield each row tile's number and rows. The SRAM is emptied after each row tile."""
-        for i in range(self.schedule.t_r):
-            with sram.step(i):
-                yield i, self.schedule.row_slice(i)
 
     def visits(self, sram: Sram, i: int) -> Iterator[slice]:
         """Yield the columns of each score tile in row tile `i`, then free the loaded data."""

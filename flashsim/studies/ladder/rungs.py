@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -25,6 +25,11 @@ from flashsim.studies.ladder import fusion, softmax
 from flashsim.studies.ladder.bench import Bench
 
 Moves = dict[tuple[str, str], int]
+
+
+def total(moved: Mapping[tuple[str, str], int], op: str | None, tensor: str | None) -> int:
+    """Return the bytes in ``{(op, tensor): bytes}``, in total or for one operation or tensor."""
+    return sum(n for key, n in moved.items() if op in (None, key[0]) and tensor in (None, key[1]))
 
 
 @dataclass(frozen=True)
@@ -134,11 +139,7 @@ class Step:
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
         """Return the bytes that the rung moved, in total or for one operation or tensor."""
-        return sum(
-            nbytes
-            for (its_op, its_tensor), nbytes in self.moved.items()
-            if op in (None, its_op) and tensor in (None, its_tensor)
-        )
+        return total(self.moved, op, tensor)
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
         """Return how often the rung loads and stores each score on average (naive: 2 and 1)."""
@@ -265,11 +266,14 @@ def climb(
     return Climb(problem, tiling, device, steps)
 
 
+@dataclass(frozen=True)
 class _Inputs:
     """The inputs Q, K and V of a rung."""
 
-    def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        self.problem, self.q, self.k, self.v = problem, q, k, v
+    problem: Problem
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
 
     @cached_property
     def s(self) -> np.ndarray:
@@ -309,28 +313,19 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _run(rung: Rung, x: _Inputs, tiling: Tiling, device: Device) -> Step:
+    p = x.problem
     if rung.page is None:
         ran = run(x.q, x.k, x.v, algorithm=rung.name, tiling=tiling, device=device, trace=True)
-        out, peak = ran.out[0, 0], ran.trace.peak_sram()
-        moved = by_operation(ran.trace.transfers)
+        out, moved, peak = ran.out, by_operation(ran.trace.transfers), ran.trace.peak_sram()
     else:
-        out, moved, peak = _execute(rung, x, tiling, device)
+        bench = Bench(p, tiling, device)
+        for name in "SV" if rung.result in ("P", "softmax V") else "QKV":
+            bench.hbm.put(name, getattr(x, name.lower()))
+        P = bench.hbm.new("P", p.n_q, p.n_kv, p.dtype) if rung.scores[1] else None
+        O = bench.hbm.new("O", p.n_q, p.head_dim_v, p.dtype)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+            rung.page(bench)
+        out, moved, peak = P if rung.result == "P" else O, dict(bench.transfers), bench.peak
     with np.errstate(invalid="ignore"):
-        error = x.error(rung.result, out)
-    return Step(rung, out, error, moved, rung.predict(x.problem, tiling, device), peak)
-
-
-def _execute(
-    rung: Rung, x: _Inputs, tiling: Tiling, device: Device
-) -> tuple[np.ndarray, Moves, int]:
-    assert rung.page is not None
-    p, bench = x.problem, Bench(x.problem, tiling, device)
-    from_scores = rung.result in ("P", "softmax V")
-    for name in "S" if from_scores else "QK":
-        bench.hbm.put(name, getattr(x, name.lower()))
-    bench.hbm.put("V", x.v)
-    P = bench.hbm.new("P", p.n_q, p.n_kv, p.dtype) if rung.scores[1] else None
-    O = bench.hbm.new("O", p.n_q, p.head_dim_v, p.dtype)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
-        rung.page(bench)
-    return (O if P is None or rung.result != "P" else P)[0, 0], dict(bench.transfers), bench.peak
+        error = x.error(rung.result, out[0, 0])
+    return Step(rung, out[0, 0], error, moved, rung.predict(p, tiling, device), peak)

@@ -15,34 +15,31 @@ def naive(bench: Bench) -> None:
     The exponential exp(s) overflows float32 at s = 89.
     """
     hbm = bench.hbm
-    with bench.kernel("naive softmax") as sram:
-        for i, rows in bench.steps(sram):
-            l_i = sram.alloc("l", (rows.stop - rows.start,), fill=0.0)
-            for cols in bench.visits(sram, i):
-                l_i += np.exp(sram.load(hbm.S, rows, cols)).sum(axis=-1)
-            for cols in bench.visits(sram, i):
-                S_ij = sram.load(hbm.S, rows, cols)
-                sram.store(hbm.P, rows, np.exp(S_ij) / l_i[..., None], cols)
+    for sram, i, rows, n in bench.row_tiles("naive softmax"):
+        l_i = sram.alloc("l", (n,), fill=0.0)
+        for cols in bench.visits(sram, i):
+            l_i += np.exp(sram.load(hbm.S, rows, cols)).sum(axis=-1)
+        for cols in bench.visits(sram, i):
+            S_ij = sram.load(hbm.S, rows, cols)
+            sram.store(hbm.P, rows, np.exp(S_ij) / l_i[..., None], cols)
 
 
 def stable(bench: Bench) -> None:
     """Run Algorithm 2 (stable): maximum, sum, then divide. Each element has 3 loads and 1 store."""
     hbm = bench.hbm
-    with bench.kernel("stable softmax") as sram:
-        for i, rows in bench.steps(sram):
-            n = rows.stop - rows.start
-            m_i = sram.alloc("m", (n,), fill=-np.inf)
-            l_i = sram.alloc("l", (n,), fill=0.0)
-            for cols in bench.visits(sram, i):
-                S_ij = sram.load(hbm.S, rows, cols)
-                np.maximum(m_i, S_ij.max(axis=-1), out=m_i)
-            for cols in bench.visits(sram, i):
-                S_ij = sram.load(hbm.S, rows, cols)
-                l_i += np.exp(S_ij - m_i[..., None]).sum(axis=-1)
-            for cols in bench.visits(sram, i):
-                S_ij = sram.load(hbm.S, rows, cols)
-                P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
-                sram.store(hbm.P, rows, P_ij, cols)
+    for sram, i, rows, n in bench.row_tiles("stable softmax"):
+        m_i = sram.alloc("m", (n,), fill=-np.inf)
+        l_i = sram.alloc("l", (n,), fill=0.0)
+        for cols in bench.visits(sram, i):
+            S_ij = sram.load(hbm.S, rows, cols)
+            np.maximum(m_i, S_ij.max(axis=-1), out=m_i)
+        for cols in bench.visits(sram, i):
+            S_ij = sram.load(hbm.S, rows, cols)
+            l_i += np.exp(S_ij - m_i[..., None]).sum(axis=-1)
+        for cols in bench.visits(sram, i):
+            S_ij = sram.load(hbm.S, rows, cols)
+            P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
+            sram.store(hbm.P, rows, P_ij, cols)
 
 
 def online(bench: Bench) -> None:
@@ -51,31 +48,28 @@ def online(bench: Bench) -> None:
     If a chunk of a row raises the maximum, the sum is rescaled: l = exp(m_old - m) l + sum(chunk).
     """
     hbm = bench.hbm
-    with bench.kernel("online softmax") as sram:
-        for i, rows in bench.steps(sram):
-            n = rows.stop - rows.start
-            m_i = sram.alloc("m", (n,), fill=-np.inf)
-            l_i = sram.alloc("l", (n,), fill=0.0)
-            for cols in bench.visits(sram, i):
-                S_ij = sram.load(hbm.S, rows, cols)
-                m_new = np.maximum(m_i, S_ij.max(axis=-1))
-                l_i *= np.exp(m_i - m_new)
-                l_i += np.exp(S_ij - m_new[..., None]).sum(axis=-1)
-                m_i[:] = m_new
-            for cols in bench.visits(sram, i):
-                S_ij = sram.load(hbm.S, rows, cols)
-                P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
-                sram.store(hbm.P, rows, P_ij, cols)
+    for sram, i, rows, n in bench.row_tiles("online softmax"):
+        m_i = sram.alloc("m", (n,), fill=-np.inf)
+        l_i = sram.alloc("l", (n,), fill=0.0)
+        for cols in bench.visits(sram, i):
+            S_ij = sram.load(hbm.S, rows, cols)
+            m_new = np.maximum(m_i, S_ij.max(axis=-1))
+            l_i *= np.exp(m_i - m_new)
+            l_i += np.exp(S_ij - m_new[..., None]).sum(axis=-1)
+            m_i[:] = m_new
+        for cols in bench.visits(sram, i):
+            S_ij = sram.load(hbm.S, rows, cols)
+            P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
+            sram.store(hbm.P, rows, P_ij, cols)
 
 
 def whole_row(bench: Bench) -> None:
     """Compute a softmax with whole rows on chip. Each element has 1 load and 1 store."""
     hbm = bench.hbm
     bench.require_row("softmax of whole rows", score=bench.problem.itemsize)
-    with bench.kernel("whole-row softmax") as sram:
-        for _, rows in bench.steps(sram):
-            S_i = sram.load(hbm.S, rows)
-            S_i -= S_i.max(axis=-1, keepdims=True)
-            P_i = np.exp(S_i, out=S_i)
-            P_i /= P_i.sum(axis=-1, keepdims=True)
-            sram.store(hbm.P, rows, P_i)
+    for sram, _, rows, _ in bench.row_tiles("whole-row softmax"):
+        S_i = sram.load(hbm.S, rows)
+        S_i -= S_i.max(axis=-1, keepdims=True)
+        P_i = np.exp(S_i, out=S_i)
+        P_i /= P_i.sum(axis=-1, keepdims=True)
+        sram.store(hbm.P, rows, P_i)

@@ -30,21 +30,9 @@ from flashsim.schedule.split import check_splits
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.energy import joules
-from flashsim.studies.predict import decode_time
+from flashsim.studies.predict import calibration, decode_time
 from flashsim.studies.predict.blocks import in_launches, makespan
-from flashsim.studies.predict.calibration import (
-    AGAIN,
-    CALIBRATED,
-    FORWARD,
-    FORWARD_SHARE,
-    HBM_SHARE,
-    L2_FULL,
-    L2_KEEPS,
-    POWER_AFTER,
-    STREAMED,
-    STREAMED_LEAST,
-    Constants,
-)
+from flashsim.studies.predict.calibration import CALIBRATED, Constants
 from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.unfused import predict_standard
 from flashsim.studies.predict.units import (
@@ -119,8 +107,8 @@ def predict(
         single-KV-tile. Its name is the prediction's `traffic.algorithm`. Default: the algorithm's
         own form.
     pack_gqa : bool, optional
-        For a forward pass of a "flash2" algorithm: whether the query heads of a KV head share row
-        tiles, as in `flashsim.run`. Default: the kernels' own choice.
+        For a forward pass: whether the query heads of a KV head share row tiles, as in
+        `flashsim.run`. Default: the kernels' own choice. The decode kernel always packs them.
 
     Raises
     ------
@@ -150,26 +138,38 @@ def predict(
             "score_mod to get the time without it"
         )
     check_splits(splits)
+    if pack_gqa is not None:
+        pack_gqa = checks.flag("pack_gqa", pack_gqa)
     if decode is not None:
-        splits, problem = _decoded(problem, algorithm, splits, decode)
+        fields = {} if splits == "auto" else {"splits": splits}
+        fields |= {} if pack_gqa is None else {"pack_gqa": pack_gqa}
+        fields = counted_fields(problem, with_fields(fields, decode, [algorithm]))
+        splits, pack_gqa = fields.pop("splits", "auto"), fields.pop("pack_gqa", None)
+        problem = live_problem(problem, fields)[0] if fields else problem
     own: dict[str, Any] = {"tiling": tiling, "constants": constants}
-    own |= {"heads_in_group": heads_in_group, "pack_gqa": pack_gqa}
+    own["heads_in_group"] = heads_in_group
     if algorithm == "standard":
         own |= {"kernels": kernels, "splits": None if splits == "auto" else splits}
+        own["pack_gqa"] = pack_gqa
         _refuse(own, "the time of standard attention is that of a library's kernels")
         return predict_standard(problem, direction, device)
     if algorithm == decode_time.ALGORITHM:
         own["kernels"] = None if kernels == "portable" else kernels
         _refuse(own, "there is only one decode kernel, 'portable'")
-        return decoding(problem, direction, splits, device)
+        if pack_gqa is False and problem.group > 1:
+            raise UnsupportedError(
+                "the GPU's decode kernel always packs the query heads of a KV head into one tile, "
+                "so only the time of pack_gqa=True can be predicted; leave out pack_gqa="
+            )
+        made = decode_time.launch(problem, splits, device)
+        found = decode_time.stages(made, problem.page_size, device)
+        return Prediction(decode_time.traffic(problem, made, device), "portable", found)
     if splits != "auto":
         raise OptionError(
             f"{algorithm!r} cannot split keys; use algorithm='flash-decode', or leave out splits="
         )
     kernels = _named(kernels, device)
     inputs.check_tiling(tiling)
-    if pack_gqa is not None:
-        pack_gqa = checks.flag("pack_gqa", pack_gqa)
     if pack_gqa and direction == "backward":
         raise OptionError("a backward pass packs no query heads; leave out pack_gqa=")
     how = direction, algorithm, kernels, tiling, device, pack_gqa
@@ -212,7 +212,7 @@ def _beside(
     device, runs = traffic.device, []
     for one in passes:
         c = _constants(one, traffic, constants)
-        shared, waiting, grid, places = _blocks(one, work_of(one, traffic), traffic, c)
+        shared, waiting, grid, places = _blocks(work_of(one, traffic), c)
         runs.append(((shared + waiting).tolist(), grid, places))
     (before, its, places), (takes, grid, _) = runs
     # Some SMs cannot run a cluster; they are free from the beginning.
@@ -270,30 +270,6 @@ def made_for(device: Device) -> str:
     return "hopper" if device.compute_capability == (9, 0) else "portable"
 
 
-def _decoded(
-    problem: Problem, algorithm: str, splits: int | str, decode: DecodeOptions
-) -> tuple[int | str, Problem]:
-    """Return the number of key splits, and the problem with only the keys that the cache holds."""
-    beside = {} if splits == "auto" else {"splits": splits}
-    fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
-    if "pack_gqa" in fields:
-        raise UnsupportedError(
-            "the GPU's decode kernel always packs the query heads of a KV head into one tile, "
-            "so only the time of pack_gqa=True can be predicted; leave out pack_gqa="
-        )
-    splits = fields.pop("splits", "auto")
-    return splits, live_problem(problem, fields)[0] if fields else problem
-
-
-def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:
-    """Return the predicted time of the algorithm "flash-decode"."""
-    # Raises if the algorithm has no such pass.
-    plans.stages(problem, decode_time.ALGORITHM, direction)
-    made = decode_time.launch(problem, splits, device)
-    found = decode_time.stages(made, problem.page_size, device)
-    return Prediction(decode_time.traffic(problem, made, device), "portable", found)
-
-
 @lru_cache(maxsize=128)
 def _prepare(
     problem: Problem,
@@ -346,25 +322,20 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     device, name = traffic.device, one.stage.name
     if not one.kernel.shared_bytes:  # a row-wise kernel, which streams rows
         bytes_once = once_bytes(traffic, name)
-        begun, share = STREAMED[one.kernel.overlaps]
+        begun, share = calibration.STREAMED[one.kernel.overlaps]
         streamed = bytes_once / (device.hbm_bandwidth * share)
         seconds = begun + streamed
         if not one.kernel.overlaps:
-            seconds = max(STREAMED_LEAST, seconds)
+            seconds = max(calibration.STREAMED_LEAST, seconds)
         use = use_of(one, traffic, {})
         busy = {"HBM": streamed}
         return StageTime(name, seconds, busy, 1.0, 0.0, use, joules(use, seconds, device))
     works = works_of(one, traffic)
-    seconds, last, mean, hbm = stage_seconds(
-        one, works, traffic, _constants(one, traffic, constants)
-    )
-    launches, visits = (*one.before, one), float(works[-1].visits.mean()) / device.sm_count
-    units = {
-        unit: sum(w.visit[unit] * len(x.items) for w, x in zip(works, launches, strict=True))
-        for unit in UNITS
-    }
-    units = {unit: each * visits for unit, each in units.items()} | {"HBM": hbm}
-    started = sum(len(x.items) * x.kernel.cluster for x in launches)
+    seconds, last, mean, hbm = stage_seconds(works, _constants(one, traffic, constants))
+    visits = float(works[-1].visits.mean()) / device.sm_count
+    busy = {unit: sum(w.visit[unit] * len(w.one.items) for w in works) for unit in UNITS}
+    units = {unit: each * visits for unit, each in busy.items()} | {"HBM": hbm}
+    started = sum(len(w.one.items) * w.one.kernel.cluster for w in works)
     waves = started / (works[-1].blocks * device.sm_count)
     use = use_of(one, traffic, units)
     tail = 1 - mean / last if last else 0.0
@@ -378,19 +349,24 @@ def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
     return tuple(work_of(each, traffic) for each in (*one.before, one))
 
 
-def stage_seconds(
-    one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
-) -> tuple[float, float, float, float]:
+def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, float, float]:
     """Return four predicted times of a stage (kernel), in seconds.
 
     The four times are the kernel's time with its launch, the end of the last tile, the mean busy
     time of an SM, and HBM's time. `works` is the result of `works_of`. The constants `c` belong to
     the last launch, because it has most of the work tiles.
     """
-    device, work = traffic.device, works[-1]
-    shared, waiting, grid, places = _blocks(one, work, traffic, c)
+    one, traffic, work = works[-1].one, works[-1].traffic, works[-1]
+    device = traffic.device
+    shared, waiting, grid, places = _blocks(work, c)
     if one.before:
-        last, mean = in_launches(_alike(one, works, traffic, c), device.sm_count)
+        runs = []
+        for each in works:  # of work tiles of equal duration
+            its, wait, _, at_once = _blocks(each, c)
+            cluster = each.one.kernel.cluster
+            seconds = float(its[0] + wait[0])
+            runs.append((seconds, len(each.one.items), cluster, at_once // cluster))
+        last, mean = in_launches(runs, device.sm_count)
     else:
         last, mean = makespan(shared.tolist(), waiting.tolist(), *grid, places, work.blocks)
     if grid[0] * len(work.visits) > places * work.blocks:  # some block starts after another ends
@@ -399,18 +375,18 @@ def stage_seconds(
     forward = bool(one.kernel.boxes) and one.stage.name == "forward"
     # The constants of the forward in Python were fitted without the first tiles' own time.
     in_cpp = forward and one.kernel.file.endswith(".cu")
-    share = FORWARD_SHARE if in_cpp else HBM_SHARE
+    share = calibration.FORWARD_SHARE if in_cpp else calibration.HBM_SHARE
     hbm, again = (x / (device.hbm_bandwidth * share) for x in (once, again))
     hbm = hbm * _beyond_l2(once / device.l2_bytes) + again
     if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
-        power = FORWARD if forward else AGAIN
+        power = calibration.FORWARD if forward else calibration.AGAIN
         waves = -(-grid[0] * len(work.visits) // (places * work.blocks))
-        alone = hbm / waves * _exposed(one, work, traffic) if in_cpp else 0.0
+        alone = hbm / waves * _exposed(work) if in_cpp else 0.0
         seconds = alone + (last**power + (hbm - alone) ** power) ** (1 / power)
     else:
         seconds = max(last, hbm)
-    seconds += c.throttle * max(0.0, seconds - POWER_AFTER)  # the clock falls after this time
-    return seconds + c.launch, last, mean, hbm
+    late = max(0.0, seconds - calibration.POWER_AFTER)  # the clock falls after this time
+    return seconds + c.throttle * late + c.launch, last, mean, hbm
 
 
 def _beyond_l2(size: float) -> float:
@@ -418,43 +394,30 @@ def _beyond_l2(size: float) -> float:
 
     L2 still has the rest from the previous kernel or call.
     """
-    return min(1.0, max(0.0, (size - L2_KEEPS) / (L2_FULL - L2_KEEPS)))
+    keeps, full = calibration.L2_KEEPS, calibration.L2_FULL
+    return min(1.0, max(0.0, (size - keeps) / (full - keeps)))
 
 
-def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
+def _exposed(work: Work) -> float:
     """Return the fraction of a wave's HBM bytes whose transfer overlaps with no matrix product.
 
     The thread blocks of a wave load their outer tiles, and the tiles of their first inner-loop
     iterations, at about the same time; they store their results together. The tiles of all later
     iterations arrive during matrix products.
     """
-    visited = {move.tensor for move in one.stage.visit if move.op == "load"}
+    stage, traffic = work.one.stage, work.traffic
+    visited = {move.tensor for move in stage.visit if move.op == "load"}
     nbytes = sum(whole_bytes(traffic.problem, tensor) for tensor in visited)
-    streamed = nbytes / once_bytes(traffic, one.stage.name)
+    streamed = nbytes / once_bytes(traffic, stage.name)
     return 1 - streamed + streamed / max(1.0, float(work.visits.mean()))
 
 
-def _alike(
-    one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
-) -> list[tuple[float, int, int, int]]:
-    """Return the argument `launches` for `in_launches`, with work tiles of equal duration."""
-    found = []
-    for each, work in zip((*one.before, one), works, strict=True):
-        shared, waiting, _, places = _blocks(each, work, traffic, c)
-        cluster = each.kernel.cluster
-        seconds = float(shared[0] + waiting[0])
-        found.append((seconds, len(each.items), cluster, places // cluster))
-    return found
-
-
-def _blocks(
-    one: KernelPass, work: Work, traffic: Traffic, c: Constants
-) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
+def _blocks(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
     """Return four values of a launch: both results of `durations`, the grid, and the usable SMs.
 
     The grid is a pair: how often the launch loops over all tiles, in total and per head group.
     """
-    p, blocks = traffic.problem, one.kernel.cluster
+    one, p, blocks = work.one, work.traffic.problem, work.one.kernel.cluster
     if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
         parts = -(-work.visits // blocks), work.masked / blocks, work.own / blocks
         work = replace(work, visits=parts[0], masked=parts[1], own=parts[2])
@@ -465,7 +428,7 @@ def _blocks(
         waiting = waiting + 1e-6 * cost_model.ADDING_UP[width] * math.log2(blocks) / 2
     equal = cost_model.has_equal_tiles(one.stage, one.tables)
     share = (cost_model.TOGETHER if equal else cost_model.CLUSTERS)[blocks]
-    places = int(traffic.device.sm_count * share)
+    places = int(work.traffic.device.sm_count * share)
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
 

@@ -4,8 +4,6 @@ Tensor cores multiply whole tiles, with head_dim padded to the kernel's width. K
 that are padded to 16 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -47,10 +45,12 @@ RESERVED, REGISTERS = 1024, 256
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a stage's outer tiles, in the order in which thread blocks take them.
+    """The work of a launch's outer tiles, in the order in which thread blocks take them.
 
     Attributes
     ----------
+    one, traffic : KernelPass, Traffic
+        The launch, and the pass that it belongs to.
     visits, masked : ndarray
         Per outer tile, over all query heads of a group: its visits (pairs of a query tile and a key
         tile), and those of its visits in which a mask is applied.
@@ -68,6 +68,8 @@ class Work:
         ping-pong scheduling on the tensor cores (without such scheduling, `PAIR`).
     """
 
+    one: KernelPass
+    traffic: Traffic
     visits: np.ndarray
     masked: np.ndarray
     visit: dict[str, float]
@@ -123,8 +125,8 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
         outer = tables.schedule.cols
     rows = np.diff(outer[:, :2])[:, 0][order] / sides[stage.outer == "keys"]
     counts = effective_visits(tables)[order] * members, tables.masked[order] * members
-    groups = tiling.block_q // 64 if turns else PAIR
-    return Work(*counts, seconds, own * l2 * rows, blocks_per_sm(one, device), groups)
+    groups, blocks = tiling.block_q // 64 if turns else PAIR, blocks_per_sm(one, device)
+    return Work(one, traffic, *counts, seconds, own * l2 * rows, blocks, groups)
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:

@@ -19,7 +19,7 @@ from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.ladder import fusion
 from flashsim.studies.ladder.bench import Bench
-from flashsim.studies.ladder.rungs import RUNGS
+from flashsim.studies.ladder.rungs import RUNGS, total
 
 #: Names of the ladder's tensors in this operation.
 _NAMES = {"S": "X", "P": "P", "V": "V", "O": "O"}
@@ -53,9 +53,7 @@ class SoftmaxProduct(report.Tabled):
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
         """Return the bytes moved, in total or for one operation ("load", "store") and tensor."""
-        return sum(
-            n for key, n in self.moved.items() if op in (None, key[0]) and tensor in (None, key[1])
-        )
+        return total(self.moved, op, tensor)
 
     def compulsory(self) -> int:
         """Return the compulsory bytes: X and V are read once, and O is written once, in float32."""

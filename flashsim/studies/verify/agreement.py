@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from statistics import median
+from typing import Any, NamedTuple
 
 from flashsim.errors import TraceError, own_errors
 from flashsim.report import Cell, Table
@@ -24,19 +24,17 @@ _COLUMNS = ("shape", "kernels", "pass", "kernel", "quantity", "predicted", "meas
 _READS, _WRITES, _SECTORS = "requested read", "requested write", "sectors written"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The predicted and the measured value of one quantity (such as DRAM reads) of one kernel.
+class Difference(NamedTuple):
+    """The predicted (or None) and the measured value of one quantity (such as DRAM reads).
 
-    The field `fits` is true if all tensors of the shape stay in L2.
+    The quantity is that of one kernel, `where` = (kernels, pass, kernel), on one shape. The field
+    `fits` is true if all tensors of the shape stay in L2.
     """
 
     shape: str
-    kernels: str
-    name: str
-    kernel: str
+    where: tuple[str, str, str]
     quantity: str
-    predicted: float
+    predicted: float | None
     measured: float
     fits: bool = False
 
@@ -47,7 +45,7 @@ class Difference:
 
 
 def read(text: str) -> list[Difference]:
-    """Return the table rows with a prediction; raise a `TraceError` if a column is missing."""
+    """Return the rows of a table; raise a `TraceError` if a column is missing."""
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
@@ -57,26 +55,26 @@ def read(text: str) -> list[Difference]:
         )
     found = []
     for row in rows:
-        if row["predicted"]:
-            shape, kernels, name, kernel, quantity = (row[column] for column in _COLUMNS[:5])
-            values = float(row["predicted"]), float(row["measured"])
-            fits = row.get("in L2") == "yes"  # a column that tables of large shapes may lack
-            found.append(Difference(shape, kernels, name, kernel, quantity, *values, fits))
+        shape, *where, quantity, predicted, measured = (row[column] for column in _COLUMNS)
+        value = float(predicted) if predicted else None
+        fits = row.get("in L2") == "yes"  # a column that tables of large shapes may lack
+        kernel: Any = tuple(where)
+        found.append(Difference(shape, kernel, quantity, value, float(measured), fits))
     return found
 
 
 @own_errors
 def summary(text: str) -> list[Table]:
     """Return four tables: requested bytes, DRAM reads, bank conflicts, and errors above targets."""
-    rows = read(text)
+    everything = read(text)
+    rows = [row for row in everything if row.predicted is not None]
     kernels: dict[tuple[str, str, str], dict[str, list[Difference]]] = {}
     for row in rows:
-        of_kernel = kernels.setdefault((row.kernels, row.name, row.kernel), {})
-        of_kernel.setdefault(row.quantity, []).append(row)
+        kernels.setdefault(row.where, {}).setdefault(row.quantity, []).append(row)
     wavefronts = {
-        (row["shape"], row["kernels"], row["pass"], row["kernel"]): float(row["measured"])
-        for row in csv.DictReader(text.splitlines())
-        if row["quantity"] == "shared-memory wavefronts"
+        (row.shape, row.where): row.measured
+        for row in everything
+        if row.quantity == "shared-memory wavefronts"
     }
     return [_requested(kernels), _dram(kernels), _conflicts(kernels, wavefronts), _missed(rows)]
 
@@ -123,7 +121,7 @@ def _spread(known: list[float]) -> tuple[Cell, ...]:
     return f"{median(sizes):.1%}"[:-1], _signed(max(known, key=abs), 1), *inside
 
 
-def _conflicts(kernels: _Kernels, wavefronts: Mapping[tuple[str, str, str, str], float]) -> Table:
+def _conflicts(kernels: _Kernels, wavefronts: Mapping[Any, float]) -> Table:
     table = Table(
         "Shared-memory bank conflicts: measured, % of wavefronts; predicted: none",
         ("kernels", "pass", "kernel", "shapes", "median", "largest", "on"),
@@ -132,14 +130,14 @@ def _conflicts(kernels: _Kernels, wavefronts: Mapping[tuple[str, str, str, str],
         rows = of.get("shared bank conflicts", ())
         if key[2] in ROW_BY_ROW or not rows:
             continue
-        shares = [(100 * x.measured / wavefronts[x.shape, *key], x.shape) for x in rows]
+        shares = [(100 * x.measured / wavefronts[x.shape, key], x.shape) for x in rows]
         largest, shape = max(shares)
         middle = median(share for share, _ in shares)
         table.add(*key, len(rows), f"{middle:.2f}", f"{largest:.2f}", _short(shape))
     return table
 
 
-def _missed(rows: Iterable[Difference]) -> Table:
+def _missed(rows: list[Difference]) -> Table:
     table = Table(
         f"Errors above {REQUESTED:.1%} (requested bytes, FLOPs), {DRAM:.0%} (DRAM reads) or "
         f"{DRAM_WITHIN:.0%} (DRAM reads of tensors that fit in L2)",
@@ -147,20 +145,14 @@ def _missed(rows: Iterable[Difference]) -> Table:
         note="writes are listed if they are less than the bytes stored, or more than the sectors "
         "touched",
     )
-    rows = list(rows)
-    most = {_place(row): row.predicted for row in rows if row.quantity == _SECTORS}
+    most = {(x.shape, x.where): x.predicted for x in rows if x.quantity == _SECTORS}
     for row in rows:
-        known = row.relative
-        if row.quantity == _WRITES and row.measured > row.predicted and _place(row) in most:
-            known = max(0.0, row.measured / most[_place(row)] - 1)
+        known, touched = row.relative, most.get((row.shape, row.where))
+        if row.quantity == _WRITES and touched and row.measured > (row.predicted or 0):
+            known = max(0.0, row.measured / touched - 1)
         if known is not None and abs(known) > _limit(row):
-            where = row.kernels, row.name, row.kernel, row.quantity, _short(row.shape)
-            table.add(*where, _signed(known, 2))
+            table.add(*row.where, row.quantity, _short(row.shape), _signed(known, 2))
     return table
-
-
-def _place(row: Difference) -> tuple[str, str, str, str]:
-    return row.shape, row.kernels, row.name, row.kernel
 
 
 def _limit(row: Difference) -> float:

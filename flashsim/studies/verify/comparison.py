@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from flashsim import report
 from flashsim.backends.launch.device_tables import lower
@@ -18,7 +17,7 @@ from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass, predict
-from flashsim.studies.verify.crossing import WALKS, crossing, shares, table_reads, tensor_flops
+from flashsim.studies.verify.crossing import WALKS, StageKernel
 from flashsim.studies.verify.ncu import MeasuredLaunch
 from flashsim.studies.verify.sectors import sectors_written
 
@@ -169,24 +168,17 @@ def _predicted(
     one: MeasuredPass, stage: plans.Stage, launch: MeasuredLaunch, *, with_l1: bool
 ) -> dict[str, int | None]:
     """Return the predicted quantities of a stage (kernel), except its DRAM bytes."""
-    traffic, hopper = one.traffic, "hopper_" in launch.kernel
-    how: dict[str, Any] = {"hopper": hopper}
-    if hopper:
-        how["launches"] = shares(traffic, stage, in_turns=one.in_turns, python=one.python)
-    requested = {
-        name: crossing(traffic, stage, op, **how, with_l1=with_l1) for name, op in _OPS.items()
-    }
-    warps = launch.threads // 32 if with_l1 and not hopper else 1  # on Hopper one thread reads
-    requested["requested read"] += table_reads(
-        traffic, stage, **how, python=one.python, warps=warps
-    )
+    kernel = StageKernel(one.traffic, stage, "hopper_" in launch.kernel, one.python)
+    kernel = kernel.shared(in_turns=one.in_turns)
+    requested = {name: kernel.crossing(op, with_l1=with_l1) for name, op in _OPS.items()}
+    # On Hopper one thread reads.
+    warps = launch.threads // 32 if with_l1 and not kernel.hopper else 1
+    requested["requested read"] += kernel.table_reads(warps=warps)
     return requested | {
-        _SECTORS: sectors_written(traffic, stage, hopper=hopper),
-        "reads at L2": crossing(traffic, stage, "load", hopper=False),
-        "local memory reads": 0,
-        "local memory writes": 0,
-        "shared bank conflicts": 0,
-        "tensor FLOPs": tensor_flops(traffic, stage, **how, python=one.python),
+        _SECTORS: sectors_written(kernel),
+        "reads at L2": StageKernel(one.traffic, stage).crossing("load"),
+        **dict.fromkeys(("local memory reads", "local memory writes", "shared bank conflicts"), 0),
+        "tensor FLOPs": kernel.tensor_flops(),
     }
 
 

@@ -16,8 +16,9 @@ counters (docs/notebooks/counters.md). Only the rule for clusters in the Python 
 from the code, and not measured.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,89 +56,243 @@ class SharedItems(NamedTuple):
     unused: int = 0
 
 
-def shares(
-    traffic: Traffic, stage: plans.Stage, *, in_turns: bool = False, python: bool = False
-) -> tuple[SharedItems, ...]:
-    """Return how the thread blocks of each launch of a Hopper kernel share key tiles.
+@dataclass(frozen=True)
+class StageKernel:
+    """The kernel of one stage of a pass, whose bytes and FLOPs are computed.
 
-    The result is empty for a Q-outer stage. A kernel may compute the dQ of one visit (inner-loop
-    iteration) during the next visit. A block of such a kernel computes and discards one extra dQ
-    product per work tile. In the C++ kernels, a block without visits computes an extra dQ product
-    too. `in_turns` is true for kernels that add to dQ in a fixed order, and `python` for kernels
-    written in Python.
+    Attributes
+    ----------
+    hopper, python : bool
+        Whether it is a Hopper kernel, whose tiles TMA loads; and whether it is written in Python.
+    launches : tuple of SharedItems
+        How thread blocks share key tiles in each launch, from `shared`. If it is empty, each outer
+        tile has one block.
     """
-    if stage.outer != "keys":
-        return ()
-    gpu, tables = Gpu.like(traffic.device), lower(traffic.schedule(stage), "col")
-    steps = tables.visits * (traffic.problem.group if stage.per == "group" else 1)
-    found = []
-    for blocks, items, late in HOPPER.hand_out(stage, tables, gpu, ordered=in_turns).launches:
-        # Visits per key tile; if launches differ, all key tiles have equally many
-        # (`Hopper.remainder`).
-        working = np.minimum(steps, blocks) if python else np.full_like(steps, blocks)
-        products = int(working.sum()) * int(items) // tables.tiles
-        found.append(SharedItems(int(items), int(blocks), products if late else 0))
-    return tuple(found)
 
+    traffic: Traffic
+    stage: plans.Stage
+    hopper: bool = False
+    python: bool = False
+    launches: tuple[SharedItems, ...] = ()
 
-def crossing(
-    traffic: Traffic,
-    stage: plans.Stage,
-    op: str,
-    *,
-    hopper: bool,
-    launches: Sequence[SharedItems] = (),
-    with_l1: bool = False,
-) -> int:
-    """Return how many bytes a stage's kernel moves between L2 and the SMs by one operation.
+    def shared(self, *, in_turns: bool = False) -> StageKernel:
+        """Return the kernel with the launches in which thread blocks of Hopper share key tiles.
 
-    `launches` is the result of `shares`; without it, each outer tile has one block. If `with_l1` is
-    true, sectors that the SM reads from L1 count too.
-    """
-    p, total = traffic.problem, 0
-    own = {move.tensor for move in stage.before}
-    for (name, kind, tensor), nbytes in traffic.transfers.items():
-        if (name, kind) != (stage.name, op):
-            continue
-        its = shape(p, tensor)
-        if its.axis not in (ROW, COL):
-            total += nbytes
-            continue
-        if its.vector:
-            if op == "load":
-                nbytes = _statistics(traffic, stage, nbytes, hopper=hopper, with_l1=with_l1)
-            total += nbytes
-            continue
-        rows, width = nbytes // its.width, row_elements(its.elements) * its.itemsize
-        if op != "load":
-            total += rows * width
-        elif hopper and tensor in BOXED:
-            columns = hopper_kernels.tile_columns(stage.name, p)[BOXED[tensor]]
-            boxes = _box_rows(traffic, stage, tensor) * columns * its.itemsize
-            # If a row ends in the middle of a sector, its last box has a fifth sector, and every
-            # second row, which begins in a sector's middle, has one more for each earlier box.
-            uneven = width // (4 * SECTOR) + 2 if width % SECTOR else 0
-            split = rows * uneven * SECTOR // 2
-            total += boxes + split
-            if tensor in own and any(one.blocks > 1 for one in launches):
-                each = boxes + rows * (arriving(width) - _whole_boxes(width)) * SECTOR
-                items = sum(one.items for one in launches)
-                for n, blocks, _ in launches:
-                    if blocks > 1:
-                        total += int((each * blocks - boxes - split) * n / items)
+        There are none for a Q-outer stage. A kernel may compute the dQ of one visit (inner-loop
+        iteration) during the next visit. A block of such a kernel computes and discards one extra
+        dQ product per work tile. In the C++ kernels, a block without visits computes an extra dQ
+        product too. `in_turns` is true for kernels that add to dQ in a fixed order.
+        """
+        traffic, stage = self.traffic, self.stage
+        if not self.hopper or stage.outer != "keys":
+            return self
+        gpu, tables = Gpu.like(traffic.device), lower(traffic.schedule(stage), "col")
+        steps = tables.visits * (traffic.problem.group if stage.per == "group" else 1)
+        found = []
+        for blocks, items, late in HOPPER.hand_out(stage, tables, gpu, ordered=in_turns).launches:
+            # Visits per key tile; if launches differ, all key tiles have equally many
+            # (`Hopper.launches`).
+            working = np.full_like(steps, blocks)
+            working = np.minimum(steps, blocks) if self.python else working
+            products = int(working.sum()) * int(items) // tables.tiles
+            found.append(SharedItems(int(items), int(blocks), products if late else 0))
+        return replace(self, launches=tuple(found))
+
+    def crossing(self, op: str, *, with_l1: bool = False) -> int:
+        """Return how many bytes the kernel moves between L2 and the SMs by one operation.
+
+        If `with_l1` is true, sectors that the SM reads from L1 count too.
+        """
+        traffic, stage, p, total = self.traffic, self.stage, self.traffic.problem, 0
+        own = {move.tensor for move in stage.before}
+        for (name, kind, tensor), nbytes in traffic.transfers.items():
+            if (name, kind) != (stage.name, op):
+                continue
+            its = shape(p, tensor)
+            if its.axis not in (ROW, COL):
+                total += nbytes
+                continue
+            if its.vector:
+                if op == "load":
+                    nbytes = self._statistics(nbytes, with_l1=with_l1)
+                total += nbytes
+                continue
+            rows, width = nbytes // its.width, row_elements(its.elements) * its.itemsize
+            if op != "load":
+                total += rows * width
+            elif self.hopper and tensor in BOXED:
+                columns = hopper_kernels.tile_columns(stage.name, p)[BOXED[tensor]]
+                boxes = self._box_rows(tensor) * columns * its.itemsize
+                # If a row ends in the middle of a sector, its last box has a fifth sector, and
+                # every second row, which begins in a sector's middle, has one more for each earlier
+                # box.
+                uneven = width // (4 * SECTOR) + 2 if width % SECTOR else 0
+                split = rows * uneven * SECTOR // 2
+                total += boxes + split
+                if tensor in own and any(one.blocks > 1 for one in self.launches):
+                    each = boxes + rows * (arriving(width) - _whole_boxes(width)) * SECTOR
+                    items = sum(one.items for one in self.launches)
+                    for n, blocks, _ in self.launches:
+                        if blocks > 1:
+                            total += int((each * blocks - boxes - split) * n / items)
+            else:
+                pieces = width // PIECE
+                # Two pieces are in one sector if the row begins at a sector's start, else in two.
+                uneven = SECTOR // 4 * (pieces + 1) if width % SECTOR and stage.name in WALKS else 0
+                total += rows * (width + uneven)
+        if op == "load":  # parts of dK and dV, float32
+            for n, blocks, _ in self.launches:
+                # Beyond 128 columns, the columns of a whole tile are divided between warpgroups.
+                columns, _ = hopper_kernels.tile_columns(stage.name, p)
+                if columns <= 128:
+                    columns, _ = hopper_kernels.product_columns(
+                        stage.name, p, traffic.tiling, blocks
+                    )
+                total += (blocks - 1) * n * traffic.tiling.block_k * 2 * columns * 4
+        return total
+
+    def table_reads(self, *, warps: int = 1) -> int:
+        """Return the bytes that thread blocks read from the tables of work tiles and visits.
+
+        The visits of each work tile must be contiguous. Per work tile, each of `warps` warps reads
+        two sectors: one with the outer tile's number, one with the visits. A Hopper forward in C++
+        reads a third, with the visits of each warpgroup. If a Hopper kernel has more work tiles
+        than SMs, a block reads one more sector for each next work tile.
+        """
+        traffic, stage, schedule = self.traffic, self.stage, self.traffic.schedule(self.stage)
+        spans = schedule.col_spans if stage.outer == "keys" else schedule.row_spans
+        if stage.name not in WALKS or spans is None:
+            return 0
+        walks, _ = plans.heads_of(stage, traffic.problem)
+        sms = traffic.device.sm_count
+        total = 0
+        for items, blocks, _ in self.launches or [SharedItems(walks * len(spans))]:
+            asked = items if self.hopper and blocks == 1 and items > sms else 0
+            total += 2 * items * blocks * warps + asked
+        if self._warpgroup_visits() is not None:
+            total += walks * len(spans)
+        return SECTOR * total
+
+    def tensor_flops(self) -> int:
+        """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
+
+        Tiles that are masked in part, or cut off at an edge, count as whole tiles. In the Hopper
+        forward in C++, these tiles are those of a warpgroup, which has 64 rows. The Hopper backward
+        kernels written in Python multiply whole chunks of 64 columns. The FLOPs of dQ products that
+        kernels discard count too.
+        """
+        traffic, stage, hopper, python = self.traffic, self.stage, self.hopper, self.python
+        p, tiling = traffic.problem, traffic.tiling
+        (d, dv), beyond = padded_dims(p), 0
+        sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
+        walks, _ = plans.heads_of(stage, p)
+        members = plans.members_of(stage, p, traffic.split)
+        visits, total = traffic.schedule(stage).sums.visits * walks * members, 0
+        shares = self._warpgroup_visits()
+        if shares is not None:
+            rows, counts = HOPPER.part_rows(p), shares.astype(np.int64)
+            sides = rows, tiling.block_k, rows * tiling.block_k
+            visits = int((counts[..., 3] - counts[..., 0]).sum()) * walks
+        items = sum(one.items for one in self.launches) or 1
+        for n, blocks, unused in self.launches or [SharedItems(1)]:
+            if hopper and stage.name != "forward":
+                if python and (stage.name == "dq" or max(padded_dims(p)) <= 128):
+                    d, dv = hopper_kernels.tile_columns(stage.name, p)
+                else:
+                    d, beyond = hopper_kernels.product_columns(stage.name, p, tiling, blocks)
+                    dv = d
+            wide = replace(p, head_dim=d, head_dim_v=dv)
+            visit = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
+            each = total_flops(visit, *sides)["matmul"] + (2 * sides[2] * beyond if visit else 0)
+            if hopper and not python and stage.name in ("dkdv", "fused"):
+                # 16 more columns of S and dP
+                adds = hopper_kernels.adds_statistics(p, tiling, once=stage.once)
+                each += 2 * 2 * sides[2] * 16 * adds
+            if stage.name == "fused" and not hopper and p.itemsize == 2:
+                each += 2 * sides[2] * (self._columns_of_dq() - d)
+            # If launches differ, all work tiles are equally long (`Hopper.launches`). If dQ may be
+            # deferred, only the products of dQ have columns beyond d.
+            total += each * (visits * n // items) + unused * 2 * sides[2] * (d + beyond)
+        return total
+
+    def _statistics(self, nbytes: int, *, with_l1: bool) -> int:
+        """Return the bytes of LSE or delta that kernels request, in whole sectors, for all heads.
+
+        One sector holds the values of eight rows. If heads have a number of rows that is no
+        multiple of eight, most heads begin in the middle of a sector. In a KV-outer loop, a warp
+        reads the values of 32 rows at a time. If two such reads touch the same sector, the second
+        one hits in L1, so only `with_l1` counts it. Hopper's dQ kernel reads the values of eight
+        rows at a time and bypasses L1. If the tiles have 64 rows, each of the dQ kernel's two
+        warpgroups reads all values.
+        """
+        traffic, stage = self.traffic, self.stage
+        p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
+        past_l1 = self.hopper and stage.name == "dq"
+        times, a_sector = 1 + (past_l1 and block == 64), SECTOR // 4
+        spans = schedule.col_spans if stage.outer == "keys" else None
+        unknown = stage.name not in WALKS or (stage.outer == "keys" and spans is None)
+        if unknown or p.n_q % a_sector == 0 or len(p.sequences) > 1:
+            return nbytes * times
+        times_read: int | np.ndarray = times
+        if spans is not None:
+            seen = spans[spans[:, 3] > spans[:, 0]]
+            first, stop = seen[:, 0] * block, np.minimum(seen[:, 3] * block, p.n_q)
+            if with_l1:
+                tiles = np.arange(0, p.n_q, block)[:, None]
+                pieces = tiles + np.arange(0, block, LANES)
+                ends = np.minimum(np.minimum(pieces + LANES, tiles + block), p.n_q)
+                visits = (first <= tiles) & (tiles < stop)
+                times_read = np.broadcast_to(visits.sum(axis=1)[:, None], pieces.shape)
+                exists = pieces < p.n_q
+                first, stop, times_read = pieces[exists], ends[exists], times_read[exists]
         else:
-            pieces = width // PIECE
-            # Two pieces are in one sector if the row begins at a sector's start, else in two.
-            uneven = SECTOR // 4 * (pieces + 1) if width % SECTOR and stage.name in WALKS else 0
-            total += rows * (width + uneven)
-    if op == "load":  # parts of dK and dV, float32
-        for n, blocks, _ in launches:
-            # Beyond 128 columns, the columns of a whole tile are divided between warpgroups.
-            columns, _ = hopper_kernels.tile_columns(stage.name, p)
-            if columns <= 128:
-                columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, blocks)
-            total += (blocks - 1) * n * traffic.tiling.block_k * 2 * columns * 4
-    return total
+            step = a_sector if past_l1 else block
+            first = np.arange(0, p.n_q, step)
+            stop = np.minimum(first + step, p.n_q)
+        into = (np.arange(p.batch * p.heads) * p.n_q % a_sector)[:, None]
+        sectors = -(-(into + stop) // a_sector) - (into + first) // a_sector
+        return int((sectors * times_read).sum()) * SECTOR
+
+    def _warpgroup_visits(self) -> np.ndarray | None:
+        """Return `Lowered.shares` of a Hopper kernel; None if each warpgroup has all visits."""
+        p = self.traffic.problem
+        if not self.hopper or self.python or self.stage.name != "forward" or p.fp8:
+            return None
+        rows = HOPPER.part_rows(p)
+        return (
+            in_shares(lower(self.traffic.schedule(self.stage), "row"), rows).shares
+            if rows
+            else None
+        )
+
+    def _box_rows(self, tensor: str) -> int:
+        """Return the number of rows in all TMA boxes of a tensor, over all heads.
+
+        Tiles that the sequence's end cuts off count with all their rows.
+        """
+        traffic, stage = self.traffic, self.stage
+        p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
+        walks, _ = plans.heads_of(stage, p)
+        rows = shape(p, tensor).axis == ROW
+        table, block = (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
+        if any(move.tensor == tensor for move in stage.before):
+            return walks * len(table) * block
+        members = plans.members_of(stage, p, traffic.split)
+        return walks * schedule.n_visits * members * block  # inner tiles: once per visit
+
+    def _columns_of_dq(self) -> int:
+        """Return the number of dQ columns that the portable fused kernel computes, with padding.
+
+        Each warp gets the same number of columns, a multiple of 16. Columns past the last one are
+        skipped, except if a warp's share is 32 columns of which only 16 exist.
+        """
+        traffic, gpu = self.traffic, Gpu.like(self.traffic.device)
+        fused = replace(PLAIN, fused=True)
+        kernel = dkdv_kernel(traffic.problem, traffic.tiling, fused, gpu)
+        constants = dict(kernel.constants)
+        pairs, across = constants["FS_D"] // 16, constants["FS_WARPS"] // constants["FS_WARPS_Q"]
+        share = -(-pairs // across)
+        return 16 * (pairs if share > 2 else share * -(-pairs // share))
 
 
 #: The sectors of a row that arrive at each block of a cluster, by the row's bytes, if they are more
@@ -159,162 +314,3 @@ def arriving(width: int) -> float:
 def _whole_boxes(width: int) -> int:
     """Return the number of 32-byte sectors in the TMA boxes that cover a row of `width` bytes."""
     return -(-width // (4 * SECTOR)) * 4
-
-
-def _statistics(
-    traffic: Traffic, stage: plans.Stage, nbytes: int, *, hopper: bool, with_l1: bool
-) -> int:
-    """Return the bytes of LSE or delta that kernels request, in whole sectors, for all heads.
-
-    One sector holds the values of eight rows. If heads have a number of rows that is no multiple of
-    eight, most heads begin in the middle of a sector. In a KV-outer loop, a warp reads the values
-    of 32 rows at a time. If two such reads touch the same sector, the second one hits in L1, so
-    only `with_l1` counts it. Hopper's dQ kernel reads the values of eight rows at a time and
-    bypasses L1. If the tiles have 64 rows, each of the dQ kernel's two warpgroups reads all values.
-    """
-    p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
-    past_l1 = hopper and stage.name == "dq"
-    times, a_sector = 1 + (past_l1 and block == 64), SECTOR // 4
-    spans = schedule.col_spans if stage.outer == "keys" else None
-    unknown = stage.name not in WALKS or (stage.outer == "keys" and spans is None)
-    if unknown or p.n_q % a_sector == 0 or len(p.sequences) > 1:
-        return nbytes * times
-    times_read: int | np.ndarray = times
-    if spans is not None:
-        seen = spans[spans[:, 3] > spans[:, 0]]
-        first, stop = seen[:, 0] * block, np.minimum(seen[:, 3] * block, p.n_q)
-        if with_l1:
-            tiles = np.arange(0, p.n_q, block)[:, None]
-            pieces = tiles + np.arange(0, block, LANES)
-            ends = np.minimum(np.minimum(pieces + LANES, tiles + block), p.n_q)
-            visits = (first <= tiles) & (tiles < stop)
-            times_read = np.broadcast_to(visits.sum(axis=1)[:, None], pieces.shape)
-            exists = pieces < p.n_q
-            first, stop, times_read = pieces[exists], ends[exists], times_read[exists]
-    else:
-        step = a_sector if past_l1 else block
-        first = np.arange(0, p.n_q, step)
-        stop = np.minimum(first + step, p.n_q)
-    into = (np.arange(p.batch * p.heads) * p.n_q % a_sector)[:, None]
-    sectors = -(-(into + stop) // a_sector) - (into + first) // a_sector
-    return int((sectors * times_read).sum()) * SECTOR
-
-
-def table_reads(
-    traffic: Traffic,
-    stage: plans.Stage,
-    *,
-    hopper: bool,
-    launches: Sequence[SharedItems] = (),
-    python: bool = False,
-    warps: int = 1,
-) -> int:
-    """Return the bytes that thread blocks read from the tables of work tiles and visits.
-
-    The visits of each work tile must be contiguous. Per work tile, each of `warps` warps reads two
-    sectors: one with the outer tile's number, one with the visits. A Hopper forward in C++ reads a
-    third, with the visits of each warpgroup. If a Hopper kernel has more work tiles than SMs, a
-    block reads one more sector for each next work tile.
-    """
-    schedule = traffic.schedule(stage)
-    spans = schedule.col_spans if stage.outer == "keys" else schedule.row_spans
-    if stage.name not in WALKS or spans is None:
-        return 0
-    walks, _ = plans.heads_of(stage, traffic.problem)
-    sms = traffic.device.sm_count
-    total = 0
-    for items, blocks, _ in launches or [SharedItems(walks * len(spans))]:
-        asked = items if hopper and blocks == 1 and items > sms else 0
-        total += 2 * items * blocks * warps + asked
-    if hopper and _shares(traffic, stage, python=python) is not None:
-        total += walks * len(spans)
-    return SECTOR * total
-
-
-def _shares(traffic: Traffic, stage: plans.Stage, *, python: bool) -> np.ndarray | None:
-    """Return `Lowered.shares` of a Hopper kernel; None if each warpgroup computes all visits."""
-    if python or stage.name != "forward" or traffic.problem.fp8:
-        return None
-    rows = HOPPER.part_rows(traffic.problem)
-    return in_shares(lower(traffic.schedule(stage), "row"), rows).shares if rows else None
-
-
-def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
-    """Return the number of rows in all TMA boxes of a tensor that a stage loads, over all heads.
-
-    Tiles that the sequence's end cuts off count with all their rows.
-    """
-    p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
-    walks, _ = plans.heads_of(stage, p)
-    rows = shape(p, tensor).axis == ROW
-    table, block = (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
-    if any(move.tensor == tensor for move in stage.before):
-        return walks * len(table) * block
-    # Inner tiles are loaded once per visit.
-    ptr = (schedule.row_csr if rows else schedule.col_csr)[0]
-    members = plans.members_of(stage, p, traffic.split)
-    return walks * int(np.diff(ptr).sum()) * members * block
-
-
-def tensor_flops(
-    traffic: Traffic,
-    stage: plans.Stage,
-    *,
-    hopper: bool,
-    launches: Sequence[SharedItems] = (),
-    python: bool = False,
-) -> int:
-    """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
-
-    Tiles that are masked in part, or cut off at an edge, count as whole tiles. In the Hopper
-    forward in C++, these tiles are those of a warpgroup, which has 64 rows. The Hopper backward
-    kernels written in Python multiply whole chunks of 64 columns. The FLOPs of dQ products that
-    kernels discard count too.
-    """
-    p, tiling = traffic.problem, traffic.tiling
-    (d, dv), beyond = padded_dims(p), 0
-    sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
-    walks, _ = plans.heads_of(stage, p)
-    members = plans.members_of(stage, p, traffic.split)
-    visits, total = traffic.schedule(stage).sums.visits * walks * members, 0
-    shares = _shares(traffic, stage, python=python) if hopper else None
-    if shares is not None:
-        rows, counts = HOPPER.part_rows(p), shares.astype(np.int64)
-        sides = rows, tiling.block_k, rows * tiling.block_k
-        visits = int((counts[..., 3] - counts[..., 0]).sum()) * walks
-    items = sum(one.items for one in launches) or 1
-    for n, blocks, unused in launches or [SharedItems(1)]:
-        if hopper and stage.name != "forward":
-            if python and (stage.name == "dq" or max(padded_dims(p)) <= 128):
-                d, dv = hopper_kernels.tile_columns(stage.name, p)
-            else:
-                d, beyond = hopper_kernels.product_columns(stage.name, p, tiling, blocks)
-                dv = d
-        wide = replace(p, head_dim=d, head_dim_v=dv)
-        visit = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
-        each = total_flops(visit, *sides)["matmul"] + (2 * sides[2] * beyond if visit else 0)
-        if hopper and not python and stage.name in ("dkdv", "fused"):
-            # 16 more columns of S and dP
-            adds = hopper_kernels.adds_statistics(p, tiling, once=stage.once)
-            each += 2 * 2 * sides[2] * 16 * adds
-        if stage.name == "fused" and not hopper and p.itemsize == 2:
-            each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
-        # If launches differ, all work tiles are equally long (`Hopper.remainder`). If dQ may be
-        # deferred, only the products of dQ have columns beyond d.
-        total += each * (visits * n // items) + unused * 2 * sides[2] * (d + beyond)
-    return total
-
-
-def _columns_of_dq(traffic: Traffic) -> int:
-    """Return the number of dQ columns that the portable fused kernel computes, with padding.
-
-    Each warp gets the same number of columns, a multiple of 16. Columns past the last one are
-    skipped, except if a warp's share is 32 columns of which only 16 exist.
-    """
-    device = traffic.device
-    gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)
-    kernel = dkdv_kernel(traffic.problem, traffic.tiling, replace(PLAIN, fused=True), gpu)
-    constants = dict(kernel.constants)
-    pairs, across = constants["FS_D"] // 16, constants["FS_WARPS"] // constants["FS_WARPS_Q"]
-    share = -(-pairs // across)
-    return 16 * (pairs if share > 2 else share * -(-pairs // share))

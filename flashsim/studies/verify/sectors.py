@@ -14,20 +14,20 @@ from flashsim.backends.launch.kernel import padded_dims, row_elements
 from flashsim.counts.traffic import Traffic
 from flashsim.schedule import plans
 from flashsim.schedule.tensors import COL, ROW, matrices, shape
-from flashsim.studies.verify.crossing import PIECE, SECTOR, WALKS
+from flashsim.studies.verify.crossing import PIECE, SECTOR, WALKS, StageKernel
 
 _WARP = 32
 _ROWS = 8  # rows per store instruction: the rows of an accumulator's fragment
 
 
-def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> int | None:
-    """Return the bytes of the sectors that the store instructions of a stage touch, over all heads.
+def sectors_written(kernel: StageKernel) -> int | None:
+    """Return the bytes of the sectors that a kernel's store instructions touch, over all heads.
 
     A sector counts once for each instruction that touches it. The result is None for cases that are
     not implemented: float32 (whose kernels store other pieces), packed sequences, a bias, and other
     algorithms' stages.
     """
-    p, total = traffic.problem, 0
+    traffic, stage, p, total = kernel.traffic, kernel.stage, kernel.traffic.problem, 0
     if p.itemsize != 2 or len(p.sequences) > 1 or stage.name not in (*WALKS, "delta", "convert"):
         return None
     for name, kind, tensor in traffic.transfers:
@@ -49,7 +49,7 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
             row, piece = np.divmod(np.arange(rows * pieces), pieces)
             # One store instruction of a Hopper kernel writes four pieces in each of eight rows.
             group = row // of_head * pieces + piece // 4
-            if not hopper:
+            if not kernel.hopper:
                 group = _in_order(traffic, tensor, row, piece)
             total += _touched(group, PIECE, heads)
         else:  # each warp stores a whole number of contiguous sectors
