@@ -65,7 +65,7 @@ class SetCache(NamedTuple):
         """Return an empty cache of `shape`, for lines with a `first`, place, home and tile."""
         state = np.full(shape, -1, np.int32), np.zeros(shape, np.int64), np.zeros(shape, bool)
         counts = np.zeros((2, len(lines[0]) - 1), np.int64)
-        return cls(*lines, *state, np.zeros(1, np.int64), *counts)
+        return cls._make((*lines, *state, np.zeros(1, np.int64), *counts))
 
 
 class TileNumbers:
