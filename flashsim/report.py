@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flashsim.errors import BackendUnavailable, OptionError, printable
 
@@ -335,6 +335,15 @@ def short(value: Any) -> str:
 def card(value: Any) -> str:
     """Return a dataclass's or named tuple's fields as HTML; arrays show only type and shape."""
     return Table(type(value).__name__, ("field", "value"), [*_facts(value)]).html()
+
+
+_Kind = TypeVar("_Kind")
+
+
+def shows_fields(kind: type[_Kind]) -> type[_Kind]:
+    """Decorator for a named tuple, which then prints as `short`, and shows as `card`."""
+    kind.__repr__, kind._repr_html_ = short, card  # type: ignore[method-assign, attr-defined]
+    return kind
 
 
 def _facts(value: Any) -> list[tuple[str, str]]:

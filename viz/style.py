@@ -13,7 +13,7 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.mathtext import MathTextParser
-from matplotlib.text import Text
+from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FuncFormatter
 
 from flashsim.errors import own_errors
@@ -138,14 +138,31 @@ def _cell(ax: Axes) -> bytes:
     return buffer.getvalue()
 
 
+def note(
+    ax: Axes, text: str, at: Any, offset: Any = (0, 0), within: Any = "data", **look: Any
+) -> Annotation:
+    """Write a text `offset` points beside a point; `within` is Matplotlib's `xycoords`."""
+    return ax.annotate(text, at, offset, xycoords=within, textcoords="offset points", **look)
+
+
+def tensor_style(tensor: str, theme: Theme) -> dict[str, Any]:
+    """Return the look of a bar that stands for a tensor: its colour, hatched for a gradient."""
+    hatch = HATCH if palette.is_gradient(tensor.removesuffix("_acc")) else None
+    color = palette.tint(tensor, theme.name)
+    return {"facecolor": color, "edgecolor": theme.background, "hatch": hatch}
+
+
+def beside_axes(ax: Axes, **legend: Any) -> None:
+    """Write the legend at the right of the axes."""
+    ax.legend(loc="upper left", **{"bbox_to_anchor": (1, 1), **legend})
+
+
 def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
     """Write a title and, in smaller print below it, what data is shown."""
     ax.set_title(title, pad=24 if about else 8, fontsize=15 * min(1, 62 / max(len(title), 1)))
     if about:
-        ax.annotate(
-            about, (0, 1), (0, 9), xycoords="axes fraction", textcoords="offset points",
-            fontsize=11 * min(1, 105 / len(about)), color=theme.muted,
-        )  # fmt: skip
+        small = 11 * min(1, 105 / len(about))
+        note(ax, about, (0, 1), (0, 9), "axes fraction", fontsize=small, color=theme.muted)
 
 
 #: Positions of a name beside a mark, in order of preference: offset in points, and alignment.
@@ -167,9 +184,9 @@ def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: f
     paths = [line.get_transform().transform_path(line.get_path()) for line in lines]
     taken: list[Any] = []
     for x, y, text, color in marks:
-        name = ax.annotate(
-            text, (x, y), (0, 0), textcoords="offset points", fontsize=size, fontweight="bold",
-            color=palette.ink(color, theme_of(ax)), zorder=5, annotation_clip=False,
+        name = note(
+            ax, text, (x, y), fontsize=size, fontweight="bold", zorder=5, annotation_clip=False,
+            color=palette.ink(color, theme_of(ax)),
         )  # fmt: skip
         for right, up, ha, va in _BESIDE:
             name.set(position=(right, up), ha=ha, va=va)

@@ -7,7 +7,7 @@ run in Python at compile time.
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.cuda import types
@@ -40,35 +40,47 @@ def words(count: int) -> types.Type:
     return types.UniTuple(types.int32, count)
 
 
+#: In place of a parameter's type: a fragment of any size.
+FRAGMENT = None
+
+
+class Like(NamedTuple):
+    """In place of a result's type: the type of fragment number `parameter`, or `times` its size."""
+
+    parameter: int
+    times: int = 1
+
+
 def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn ``function(builder, *values)``, which emits LLVM IR, into a Numba intrinsic.
 
-    `returns` is the type of the result. `values` and the result use an LLVM value for a scalar, a
-    list for a fragment, and a list of lists for several fragments. Scalars are cast to the type of
-    their parameter. A fragment must have exactly the type of its parameter.
+    `returns` is the type of the result, and `parameters` are the types of the values. Emitting
+    functions therefore have no annotations. `values` and the result use an LLVM value for a scalar,
+    a list for a fragment, and a list of lists for several fragments. Scalars are cast to the type
+    of their parameter. A fragment must have exactly the type of its parameter (or `FRAGMENT`).
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
         several = isinstance(returns, list)
-        result = types.Tuple(returns) if several else types.void if returns is None else returns
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            values = [
-                _unpack(builder, context.cast(builder, value, actual, wanted), wanted)
-                for value, actual, wanted in zip(args, signature.args, parameters, strict=True)
-            ]
-            result_values = function(builder, *values)
+            values = []
+            for value, actual, wanted in zip(args, signature.args, parameters, strict=True):
+                kind = actual if wanted is FRAGMENT else wanted
+                values.append(_unpack(builder, context.cast(builder, value, actual, kind), kind))
+            found, result = function(builder, *values), signature.return_type
             if returns is None:
                 return context.get_dummy_value()
             if not several:
-                return _pack(builder, result_values, returns)
-            parts = [
-                _pack(builder, part, kind)
-                for part, kind in zip(result_values, returns, strict=True)
-            ]
+                return _pack(builder, found, result)
+            parts = [_pack(builder, *part) for part in zip(found, result.types, strict=True)]
             return context.make_tuple(builder, result, parts)
 
         def typer(typing_context: Any, *args: Any) -> Any:
+            if several:
+                result = types.Tuple([_result(kind, args) for kind in returns])
+            else:
+                result = _result(returns, args)
             return result(*args), generate
 
         whole = getattr(function, "func", function)  # the function of a functools.partial
@@ -83,6 +95,13 @@ def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], An
         return device_function
 
     return decorate
+
+
+def _result(kind: Any, args: Any) -> Any:
+    if isinstance(kind, Like):
+        fragment = args[kind.parameter]
+        return types.UniTuple(fragment.dtype, fragment.count * kind.times)
+    return types.void if kind is None else kind
 
 
 def _unpack(builder: ir.IRBuilder, value: ir.Value, kind: Any) -> Any:

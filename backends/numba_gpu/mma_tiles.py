@@ -18,7 +18,16 @@ from llvmlite import ir
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32, words
+from flashsim.backends.numba_gpu.emit import (
+    FRAGMENT,
+    Like,
+    Values,
+    emitted,
+    f32,
+    floats,
+    i32,
+    words,
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,12 @@ def elements(blocks: int, n: int) -> Iterator[tuple[int, int, int, int]]:
                 yield (i * (n // 8) + c) * 4 + x, i, c, x
 
 
+def elements_of(fragment: Values, rows: Values) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the `elements` of a fragment, where `rows` has one number per row of a lane."""
+    blocks = len(rows) // 2
+    return elements(blocks, 2 * len(fragment) // blocks)
+
+
 def zeros(count: int) -> Any:
     """Return ``zeros() -> fragment``, a fragment whose elements are all 0."""
     return full(count, 0.0)
@@ -129,20 +144,16 @@ def full(count: int, value: float) -> Any:
     """Return ``full() -> fragment``, a fragment whose elements are all `value`."""
 
     @emitted(floats(count))
-    def full_(b: ir.IRBuilder) -> Values:
+    def full_(b):
         return [f32(value)] * count
 
     return full_
 
 
-def scale_all(count: int) -> Any:
-    """Return ``scale_all(c, factor) -> c``, which multiplies every element by the factor."""
-
-    @emitted(floats(count), floats(count), types.float32)
-    def scale_all_(b: ir.IRBuilder, c: Values, factor: ir.Value) -> Values:
-        return [b.fmul(x, factor) for x in c]
-
-    return scale_all_
+@emitted(Like(0), FRAGMENT, types.float32)
+def scale_all(b, c, factor):
+    """Return `c` with every element multiplied by the factor."""
+    return [b.fmul(x, factor) for x in c]
 
 
 # -- products -------------------------------------------------------------------------------------
@@ -176,7 +187,7 @@ def pieces(tile: Tile, *, transposed: bool) -> Any:
     """
 
     @emitted(types.int32, types.int32)
-    def pieces_(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    def pieces_(b, address):
         lane = lane_of(b)
         if transposed:
             row = b.add(b.and_(lane, i32(7)), b.shl(b.lshr(lane, i32(4)), i32(3)))
@@ -192,7 +203,7 @@ def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
     """Return ``load_fragments(pieces) -> fragment``, which loads all of A into registers."""
 
     @emitted(words(blocks * depth // 4), types.int32)
-    def load_fragments_(b: ir.IRBuilder, base: ir.Value) -> Values:
+    def load_fragments_(b, base):
         return [
             word
             for kk in range(depth // 16)
@@ -219,7 +230,7 @@ def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, righ
         )
 
     @emitted(floats(count), floats(count), *left_types, *right.parameters)
-    def multiply_(b: ir.IRBuilder, c: Values, *operands: Any) -> Values:
+    def multiply_(b, c, *operands):
         c = list(c)
         left, base = operands[: len(left_types)], operands[len(left_types) :]
         for kk in range(depth // 16):
@@ -235,7 +246,7 @@ def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, righ
                         c[at : at + 4] = ptx.mma(b, bf16, c[at : at + 4], row, *pair)
         return c
 
-    def left_rows(b: ir.IRBuilder, left: Any, i: int, kk: int) -> Values:
+    def left_rows(b, left, i: int, kk: int):
         if isinstance(a, Operand):
             at_tile = (kk * 16, i * 16) if a.swapped else (i * 16, kk * 16)
             return ptx.ldmatrix(b, a.tile.at(b, left[0], *at_tile, *left[1:]), transposed=a.swapped)

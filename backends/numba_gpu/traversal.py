@@ -34,7 +34,7 @@ def by_name(*functions: Any) -> SimpleNamespace:
 
 
 @emitted(types.int32)
-def shared_base(b: ir.IRBuilder) -> ir.Value:
+def shared_base(b):
     """Return the address of the launch's dynamic shared memory."""
     name, kind = "flashsim_shared", ir.ArrayType(I8, 0)
     module = b.module
@@ -51,25 +51,25 @@ def _pointer(b: ir.IRBuilder, address: ir.Value, index: ir.Value, kind: ir.Type)
 
 
 @emitted(types.int32, types.int64, types.int32)
-def read_int(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
+def read_int(b, address, index):
     """Read ``int32[index]`` of a table in HBM."""
     return b.load(_pointer(b, address, index, I32))
 
 
 @emitted(types.int32, types.int32, types.int32)
-def quotient(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+def quotient(b, x, y):
     """Return x // y for non-negative 32-bit integers; Python's operator would take 64 bits."""
     return b.udiv(x, y)
 
 
 @emitted(None, types.int64, types.int32, types.int64)
-def write_word(b: ir.IRBuilder, address: ir.Value, index: ir.Value, value: ir.Value) -> None:
+def write_word(b, address, index, value):
     """Write ``int64[index] = value`` to HBM."""
     b.store(value, _pointer(b, address, index, I64))
 
 
 @emitted(None, types.int64)
-def write_zeros(b: ir.IRBuilder, address: ir.Value) -> None:
+def write_zeros(b, address):
     """Write 16 bytes of zeros to HBM."""
     ptx.store_16(b, address, [i32(0)] * 4)
 
@@ -99,9 +99,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     counts = types.int32, types.int32
 
     @emitted(types.int32, types.int32, types.int64, *counts)
-    def load(
-        b: ir.IRBuilder, to: ir.Value, source: ir.Value, row_bytes: ir.Value, rows: ir.Value
-    ) -> ir.Value:
+    def load(b, to, source, row_bytes, rows):
         # Both are read again, so that LLVM hoists nothing out of the loop into scarce registers.
         thread = ptx.special(b, "tid.x", effects=True)
         row_bytes = ptx.again(b, row_bytes)
@@ -145,9 +143,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
         return inside
 
     @emitted(types.int32, types.int32, types.int64, *counts)
-    def store(
-        b: ir.IRBuilder, address: ir.Value, to: ir.Value, row_bytes: ir.Value, rows: ir.Value
-    ) -> ir.Value:
+    def store(b, address, to, row_bytes, rows):
         moved = cgutils.alloca_once(b, I32)
         b.store(i32(0), moved)
         with _steps(b, ptx.special(b, "tid.x"), total, threads) as at:
@@ -190,7 +186,7 @@ def piece_bytes(row: RowWidth) -> Any:
     """Return ``piece_bytes(piece)``, the bytes of a row's 16-byte piece that are not padding."""
 
     @emitted(types.int32, types.int32)
-    def piece_bytes_(b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
+    def piece_bytes_(b, piece):
         return row.piece_bytes(b, piece)
 
     return piece_bytes_
@@ -215,7 +211,7 @@ def vector_load(rows_all: int, threads: int) -> Any:
 
 
 @emitted(None, types.int64, types.int32)
-def _report(b: ir.IRBuilder, slot: ir.Value, count: ir.Value) -> None:
+def _report(b, slot, count):
     total = ptx.warp_sum(b, count)
     leads = b.icmp_unsigned("==", b.and_(ptx.special(b, "tid.x"), i32(31)), i32(0))
     with b.if_then(leads):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from flashsim.api import inputs
 from flashsim.api.decode_options import DecodeOptions, counted_fields, with_fields
@@ -118,9 +118,9 @@ def count(
     plans.stages(problem, algorithm, direction)
     inputs.check_tiling(tiling)
     device = Device.get(device)
-    fields = _given(
-        splits=splits, pack_gqa=pack_gqa, cache_seqlens=cache_seqlens, shared_prefix=shared_prefix
-    )
+    fields = {"splits": splits, "pack_gqa": pack_gqa, "cache_seqlens": cache_seqlens}
+    fields = {**fields, "shared_prefix": shared_prefix}
+    fields = {name: value for name, value in fields.items() if value is not None}
     inputs.check_decoding(algorithm, fields)
     fields = counted_fields(problem, with_fields(fields, decode, [algorithm]))
     caches = {name: fields.pop(name) for name in CACHES & fields.keys()}
@@ -142,7 +142,3 @@ def count(
     from flashsim.l2 import dram
 
     return dram(requested, l2)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}

@@ -77,11 +77,9 @@ class DecodeOptions:
 
     def keywords(self) -> dict[str, Any]:
         """Return the fields that differ from the defaults, as keywords of `run`."""
-        chosen = {name: x for name, x in vars(self).items() if x is not None}
+        chosen = {name: x for name, x in vars(self).items() if x is not None and x is not True}
         if isinstance(self.splits, str) and self.splits == "auto":
             del chosen["splits"]
-        if self.pack_gqa:
-            del chosen["pack_gqa"]
         return chosen
 
 

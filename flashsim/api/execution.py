@@ -10,7 +10,7 @@ from flashsim.api.arrays import check_kept, expand, squeeze, warn_of_overflow
 from flashsim.api.decode_options import DecodeOptions, with_fields
 from flashsim.api.inputs import Request
 from flashsim.api.request import ask
-from flashsim.api.result import Gradients, Result, gradients, made, recorded
+from flashsim.api.result import Gradients, Result, made, recorded
 from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.schedule.tiling import Tiling
@@ -219,8 +219,10 @@ def backward(
     check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
     check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(job, expand(out), expand(lse, 3))
-    forward = asked, job, out, lse, saved, dout, dlse
-    return gradients(*forward, request.tiling, deterministic, None, captured)
+    result = made(Result, out=out, lse=lse, _job=job, _saved=saved, _asked=asked)
+    return result.backward(
+        dout, dlse=dlse, tiling=request.tiling, deterministic=deterministic, captured=captured
+    )
 
 
 __all__ = ["Gradients", "Result", "backward", "run"]

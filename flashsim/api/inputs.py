@@ -165,7 +165,7 @@ def prepare(
     empty = 0 in (batch, n_q, n_kv)
     if empty:
         if offsets_q is not None and offsets_k is not None:
-            _check_offsets(offsets_q, offsets_k, batch, n_q, n_kv)
+            checks.packed(offsets_q, offsets_k, batch, n_q, n_kv)
             offsets_q = offsets_k = None
         block_mask = None
         leading = None if leading is None else (max(leading[0], 1), leading[1])
@@ -269,24 +269,6 @@ def _same_ndim(shapes: tuple[tuple[int, ...], ...], may_be_empty: bool) -> int:
             f"q, k and v must have at least one head and one column, got {_named(shapes)}"
         )
     return ndims.pop()
-
-
-def _check_offsets(of_q: Any, of_k: Any, batch: int, n_q: int, n_kv: int) -> None:
-    """Raise `ShapeError` unless `cu_seqlens` are valid for arrays without any query or key."""
-    if batch != 1:
-        raise ShapeError(
-            "with cu_seqlens, all sequences are packed into one batch entry, so batch must "
-            f"be 1, got {batch}"
-        )
-    q, k = (
-        checks.cu_seqlens("cu_seqlens_q", of_q, n_q),
-        checks.cu_seqlens("cu_seqlens_k", of_k, n_kv),
-    )
-    if len(q) != len(k):
-        raise ShapeError(
-            "cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got "
-            f"{len(q) - 1} and {len(k) - 1}"
-        )
 
 
 def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:

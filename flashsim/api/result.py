@@ -201,71 +201,53 @@ class Result(_Pass):
         ------
         ShapeError, DTypeError, OptionError, SramOverflow
         """
-        forward = self._asked, self._job, self.out, self.lse, self._saved, dout, dlse
-        return gradients(*forward, tiling, deterministic, trace, captured)
+        asked, mine, host = self._asked, self._job, self._asked.host
+        on_cpu = asked.backend in dispatch.ON_CPU
+        alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)
+        if mine.problem.score_mod is not None or mine.bias is not None:
+            alike = None
+        known = None if alike is None else mine.memo.get(alike)
+        if known is None:
+            arrays = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
+            arrays = {name: adopted(asked.engine, name, x) for name, x in arrays.items()}
+            dout, *rest = array_libraries.take(host, **arrays)
+            check_like("dout", dout, self.out, "out")
+            if dlse is not None:
+                dlse = check_like("dlse", rest[0], self.lse, "lse")
+            if on_cpu:
+                require_numpy(asked.backend, dout=dout, dlse=dlse)
+            inputs.check_tiling(tiling)
+            job = asked.backward_job(
+                *(mine, self._saved, tiling, deterministic, trace),
+                dlse=dlse is not None,
+                captured=_wanted(mine, asked.captured, captured),
+            )
+            if alike is not None:
+                mine.memo[alike] = job.given(None, None, None)
+        else:
+            job = known.given(mine.q, mine.k, mine.v)
+        wide = None if dlse is None else expand(dlse, 3)
+        outcome = asked.engine.backward(job, self._saved, expand(dout), wide)
+        arrays = outcome.arrays
+        if on_cpu:
+            given = {"dout": dout, **({} if dlse is None else {"dlse": dlse}), **job.arrays}
+            warn_of_overflow(outcome.unseen(*arrays), given)
+        dbias = arrays.get("dbias")
+        return made(
+            Gradients,
+            **{name: host.give(squeeze(arrays[name], asked.ndim)) for name in ("dq", "dk", "dv")},
+            dbias=None if dbias is None else host.give(dbias.reshape(asked.bias_shape)),
+            captured=_captured(job, arrays, host.give),
+            dsinks=None if "dsinks" not in arrays else host.give(arrays["dsinks"]),
+            kernel=outcome.kernel,
+            tiling=outcome.tiling,
+            _trace=recorded(job, outcome, "backward", asked.backend),
+        )
 
 
 def _cell(ran: Result | Gradients) -> str:
     """Return HTML that shows a pass in a notebook: the arrays' shapes, and the traffic."""
     return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
-
-
-def gradients(
-    asked: Checked,
-    mine: Job,
-    out: Any,
-    lse: Any,
-    saved: Mapping[str, Any],
-    dout: Any,
-    dlse: Any,
-    tiling: Tiling | None,
-    deterministic: bool | None,
-    trace: bool | str | None,
-    captured: bool | Sequence[str] | None = None,
-) -> Gradients:
-    """Run the backward pass that follows the forward pass `mine`."""
-    on_cpu = asked.backend in dispatch.ON_CPU
-    alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)
-    if mine.problem.score_mod is not None or mine.bias is not None:
-        alike = None
-    known = None if alike is None else mine.memo.get(alike)
-    if known is None:
-        arrays = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
-        arrays = {name: adopted(asked.engine, name, x) for name, x in arrays.items()}
-        dout, *rest = array_libraries.take(asked.host, **arrays)
-        check_like("dout", dout, out, "out")
-        if dlse is not None:
-            dlse = check_like("dlse", rest[0], lse, "lse")
-        if on_cpu:
-            require_numpy(asked.backend, dout=dout, dlse=dlse)
-        inputs.check_tiling(tiling)
-        wanted = _wanted(mine, asked.captured, captured)
-        job = asked.backward_job(
-            *(mine, saved, tiling, deterministic, trace), dlse=dlse is not None, captured=wanted
-        )
-        if alike is not None:
-            mine.memo[alike] = job.given(None, None, None)
-    else:
-        job = known.given(mine.q, mine.k, mine.v)
-    wide = None if dlse is None else expand(dlse, 3)
-    outcome = asked.engine.backward(job, saved, expand(dout), wide)
-    if on_cpu:
-        arrays = {"dout": dout, **({} if dlse is None else {"dlse": dlse}), **job.arrays}
-        warn_of_overflow(outcome.unseen(*outcome.arrays), arrays)
-    arrays, dbias = outcome.arrays, outcome.arrays.get("dbias")
-    give, ndim = asked.host.give, asked.ndim
-    return made(
-        Gradients,
-        dq=give(squeeze(arrays["dq"], ndim)),
-        dk=give(squeeze(arrays["dk"], ndim)),
-        dv=give(squeeze(arrays["dv"], ndim)),
-        dbias=None if dbias is None else give(dbias.reshape(asked.bias_shape)),
-        captured=_captured(job, asked.captured, arrays, give),
-        dsinks=None if "dsinks" not in arrays else give(arrays["dsinks"]),
-        kernel=outcome.kernel,
-        tiling=outcome.tiling,
-        _trace=recorded(job, outcome, "backward", asked.backend),
-    )
 
 
 def _wanted(mine: Job, arrays: Sequence[Any], asked: bool | Sequence[str] | None) -> list[str]:
@@ -285,9 +267,7 @@ def _wanted(mine: Job, arrays: Sequence[Any], asked: bool | Sequence[str] | None
     return [name for name in able if name in asked]
 
 
-def _captured(
-    job: Job, arrays: Sequence[Any], results: Mapping[str, Any], give: Callable[[Any], Any]
-) -> dict[str, Any]:
+def _captured(job: Job, results: Mapping[str, Any], give: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the captured arrays' gradients by name, each in its array's shape and type."""
     graph, captured = job.problem.score_mod, {}
     for spec in () if graph is None else graph.arrays:

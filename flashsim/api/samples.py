@@ -19,6 +19,7 @@ SAMPLES = ("layer0", "layer5")
 TRACES = ("h200-forward", "h200-backward")
 
 
+@report.shows_fields
 class Sample(NamedTuple):
     """Attention inputs of one layer of a real model, and the model's own output.
 
@@ -30,12 +31,6 @@ class Sample(NamedTuple):
     k: np.ndarray
     v: np.ndarray
     out: np.ndarray
-
-    def __repr__(self) -> str:
-        return report.short(self)
-
-    def _repr_html_(self) -> str:
-        return report.card(self)
 
 
 @own_errors
@@ -89,6 +84,7 @@ def load_sample_trace(name: str = "h200-forward") -> Trace:
         return Trace.load(file)
 
 
+@report.shows_fields
 class RandomInputs(NamedTuple):
     """Standard normal 4-D arrays q, k, v and dout of a problem's shapes and dtype."""
 
@@ -96,12 +92,6 @@ class RandomInputs(NamedTuple):
     k: np.ndarray
     v: np.ndarray
     dout: np.ndarray
-
-    def __repr__(self) -> str:
-        return report.short(self)
-
-    def _repr_html_(self) -> str:
-        return report.card(self)
 
 
 @own_errors

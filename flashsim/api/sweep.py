@@ -201,6 +201,7 @@ def sweep(
     OptionError, DTypeError, UnknownArgumentError
         If an axis has no value or an impossible one, or the file was not written by a sweep.
     """
+    arguments = locals()  # by name, for the axes
     reject_unknown(unknown, sweep.__kwdefaults__ or (), "sweep")
     checks.one_of("method", method, METHODS)
     if (n_q is None) == (n is None):
@@ -216,27 +217,9 @@ def sweep(
             f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}; for "
             "a Dask client, pass client.get_executor()"
         )
-    axes = {
-        "algorithm": algorithm,
-        "direction": direction,
-        "dtype": dtype,
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "key_order": key_order,
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "n_q": n if n_q is None else n_q,
-        "n_kv": n_kv,
-        "device": device,
-        "sram_bytes": sram_bytes,
-        "tiling": tiling,
-    }
-    todo = points(method, {name: axis(name, value) for name, value in axes.items()})
-    return Sweep(_collect(todo, executor, path, progress))
+    arguments["n_q"] = n if n_q is None else n_q
+    axes = {name: axis(name, arguments[name]) for name in PARAMETERS if name != "method"}
+    return Sweep(_collect(points(method, axes), executor, path, progress))
 
 
 def _collect(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice, product
 from typing import Any
 
@@ -29,21 +29,14 @@ METHODS = ("count", "run")
 
 #: The largest number of a sweep's points, and of an axis's values.
 MOST_POINTS = 10_000_000
-#: The columns that identify a point, and the columns that are measured. Bytes are of all heads.
-PARAMETERS = (
-    *("method", "algorithm", "direction", "dtype", "causal", "window", "softcap", "key_order"),
-    *("batch", "heads", "kv_heads", "head_dim", "head_dim_v", "n_q", "n_kv"),
-    *("device", "sram_bytes", "tiling"),
-)
 #: Parameters whose default is the value of another one.
 SAME = {"kv_heads": "heads", "head_dim_v": "head_dim", "n_kv": "n_q"}
+#: The columns that are measured. Bytes are of all heads.
 FIGURES = (
     *("block_q", "block_k", "load_bytes", "store_bytes", "reduce_bytes", "requested_bytes"),
     *("compulsory_bytes", "flops", "matmul_flops", "intensity", "peak_sram_bytes"),
     *("saved_bytes", "workspace_bytes"),
 )
-COLUMNS = (*PARAMETERS, *FIGURES, "status")
-
 Key = tuple[Cell, ...]
 
 
@@ -92,9 +85,8 @@ class SweepPoint:
 
     def problem(self) -> Problem:
         """Return the point's `Problem`; raise if the point's sizes contradict each other."""
-        names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads")
-        masks = ("dtype", "causal", "window", "softcap")
-        return Problem(**{name: getattr(self, name) for name in (*names, *masks)})
+        shared = (name for name in PARAMETERS if name in Problem.__dataclass_fields__)
+        return Problem(**{name: getattr(self, name) for name in shared})
 
     def tile(self, problem: Problem) -> Tiling:
         """Return this point's tiling; raise if no tiling fits, or if the preset has none."""
@@ -103,6 +95,11 @@ class SweepPoint:
         if self.tiling == "fit":
             return Tiling.fit(problem, self.machine, self.algorithm, self.direction)
         return Tiling.preset(self.tiling, self.head_dim, causal=self.causal)
+
+
+#: The columns that identify a point, and all columns.
+PARAMETERS = tuple(field.name for field in fields(SweepPoint))
+COLUMNS = (*PARAMETERS, *FIGURES, "status")
 
 
 def seconds(point: SweepPoint) -> float:

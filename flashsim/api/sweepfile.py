@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from flashsim.errors import OptionError
 from flashsim.report import Cell
@@ -46,21 +45,16 @@ class SweepFile:
         parse: Callable[[Mapping[str, str]], Row],
     ) -> None:
         self.path, self.columns = Path(path), tuple(columns)
-        try:
-            if not self.path.parent.is_dir():
-                raise OptionError(
-                    f"cannot write {self.path}: the folder {self.path.parent} does not exist; "
-                    "create it, or name another file"
-                )
-            if self.path.is_dir():
-                raise OptionError(
-                    f"cannot write {self.path}: it is a folder; pass the path of a file"
-                )
-            if self.path.exists() and not self.path.is_file():  # rows could not be read back
-                raise OptionError(
-                    f"cannot write {self.path}: it is not a regular file; pass the path of a "
-                    "regular file"
-                )
+        folder, wrong = self.path.parent, ""
+        with self._writing():
+            if not folder.is_dir():
+                wrong = f"the folder {folder} does not exist; create it, or name another file"
+            elif self.path.is_dir():
+                wrong = "it is a folder; pass the path of a file"
+            elif self.path.exists() and not self.path.is_file():  # rows could not be read back
+                wrong = "it is not a regular file; pass the path of a regular file"
+            if wrong:
+                raise OptionError(f"cannot write {self.path}: {wrong}")
             self._stream = self.path.open("a+b", buffering=0)
             try:
                 with self._locked():
@@ -68,6 +62,12 @@ class SweepFile:
             except BaseException:
                 self._stream.close()
                 raise
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn the operating system's errors, such as a full disk, into `OptionError`."""
+        try:
+            yield
         except OSError as error:
             raise OptionError(f"cannot write {self.path}: {error.strerror or error}") from error
 
@@ -87,22 +87,14 @@ class SweepFile:
 
     def append(self, row: Row) -> None:
         """Append one row; raise `OptionError` if writing fails, for example on a full disk."""
-        try:
-            with self._locked():
-                self._drop_truncated_line()
-                self._write(_line([row[name] for name in self.columns]))
-        except OSError as error:
-            raise OptionError(f"cannot write {self.path}: {error.strerror or error}") from error
+        with self._writing(), self._locked():
+            self._drop_truncated_line()
+            self._write(_line([row[name] for name in self.columns]))
 
     def __enter__(self) -> SweepFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stream.close()
 
     @contextmanager

@@ -82,11 +82,8 @@ COMMANDS: _Entries = {
         },
     ),
 }
-#: The studies that once were commands of their own. A new study has no old name.
-_STUDIES = "demo walkthrough ladder softmax-matmul precision banks blocks when versions dram ring"
-_STUDIES += " devices calibrate reproduce claims warm"
 #: Old names of commands, and their new names. Old names still work in this version, with a message.
-MOVED = {name: f"study {name}" for name in _STUDIES.split()} | {"grade": "exercise grade"}
+MOVED = {name: f"study {name}" for name in COMMANDS["study"][1]} | {"grade": "exercise grade"}
 #: Old names of options, for commands that have the new option but not the old one.
 RENAMED = {
     "-n": ("--number",),
@@ -107,8 +104,6 @@ def _moved(old: str, new: str) -> None:
 
 #: The groups of options in a command's help, in order; options without a group come first.
 PANELS = ("Sizes", "Mask and scores", "How", "L2 cache", "Output")
-
-
 #: Lines and columns of a terminal in which help must fit.
 SCREEN = (40, 80)
 #: Options whose help begins with "NAME only: " share one line in the short help.
@@ -126,7 +121,8 @@ class _Command(TyperCommand):
         for option in params:
             if getattr(option, "is_flag", False):
                 option.metavar = ""
-        return sorted(params, key=_place)
+        panels = (None, *PANELS)
+        return sorted(params, key=lambda p: panels.index(getattr(p, "rich_help_panel", None)))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for option in self.params for name in option.opts}
@@ -211,25 +207,15 @@ def _write_short(formatter: Any, records: _Options, *, names_only: bool) -> None
             elif default and len(about) + 2 + len(default) <= room:
                 about += f" [{default}"
             formatter.write(f"  {name:{wide}}{about}\n")
+    wrap = textwrap.TextWrapper(formatter.width, "  ", "    ", break_on_hyphens=False)
     for case, names in together.items():
-        formatter.write(textwrap.fill(case + ", ".join(names), formatter.width, **_INDENTED) + "\n")
+        formatter.write(wrap.fill(case + ", ".join(names)) + "\n")
 
 
 def _sentence(text: str) -> str:
     """Return the first sentence of a text, on one line."""
     first = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[\w)]\.)\s(?=[A-Z])", first)[0]
-
-
-_INDENTED: dict[str, Any] = {
-    **{"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
-}
-
-
-def _place(parameter: Any) -> int:
-    """Return the index of a parameter's group in PANELS; -1 for a parameter without a group."""
-    panel = getattr(parameter, "rich_help_panel", None)
-    return PANELS.index(panel) if panel in PANELS else -1
 
 
 class _Group(TyperGroup):

@@ -18,6 +18,7 @@ from flashsim.api.compare import side_by_side
 from flashsim.api.sweep import sweep as run_sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
+from flashsim.cli.declare import OUTPUT, Format, each, option, refuse_unused
 from flashsim.cli.output import Tables, add, event_table, figures, ready, say, show, working
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError
@@ -26,7 +27,7 @@ from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.schedule import plans
 
-_SCALE = opt.option(
+_SCALE = option(
     None, "Factor that multiplies Q K^T. Default: 1 / sqrt(head_dim).", panel="Mask and scores"
 )
 
@@ -36,22 +37,22 @@ def run(
     tensors: opt.Tensors,
     scores: opt.Scores,
     how: opt.Simulated,
-    form: opt.Format,
+    form: Format,
     decoding: opt.Decoding,
     scaling: opt.Scaling,
-    rotate: bool = opt.option(
+    rotate: bool = option(
         False, "FP8 only: rotate Q and K (Hadamard) before scaling.", panel="Sizes"
     ),
     scale: float | None = _SCALE,
     algorithm: opt.Algorithm = "flash2",
     backend: opt.Backend = "simulator",
-    save: Path | None = opt.option(
+    save: Path | None = option(
         None,
         "Save the trace in this .npz file, and a backward trace in NAME-backward.npz.",
-        panel=opt.OUTPUT,
+        panel=OUTPUT,
     ),
-    out: Path | None = opt.option(
-        None, "Write out and lse (and dq, dk, dv) to this .npz file.", "-o", panel=opt.OUTPUT
+    out: Path | None = option(
+        None, "Write out and lse (and dq, dk, dv) to this .npz file.", "-o", panel=OUTPUT
     ),
 ) -> None:
     """Run attention tile by tile, and show the bytes that it moved."""
@@ -59,16 +60,16 @@ def run(
     wide = {} if scaling.scales is None else {"dtype": "float32"}
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix, **wide)
     arrays, scales = values.quantized(arrays, scaling, rotate, sizes.dtype)
-    tile, backward_tile = values.tilings(how, values.problem_of(arrays, scores), [algorithm])
-    tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
+    tiles = values.tilings(how, values.problem_of(arrays, scores), [algorithm])
     cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
     with working("simulating", cost):
         q, k, v, cache = values.cache(arrays, decoding)
-        asked = _asked(scores, how, decoding) | cache | scales | {"scale": scale, "tiling": tile}
+        asked = _asked(scores, how, decoding) | cache | scales
+        asked |= {"scale": scale, "tiling": tiles["forward"]}
         result = execution.run(q, k, v, algorithm=algorithm, backend=backend, trace=True, **asked)
         grads = None
         if how.backward:
-            grads = result.backward(arrays.gradient(tensors.seed + 1), tiling=backward_tile)
+            grads = result.backward(arrays.gradient(tensors.seed + 1), tiling=tiles["backward"])
     traces = [ran.trace for ran in (result, grads) if ran is not None]
     tables, every = [trace.table() for trace in traces], [figures(trace) for trace in traces]
     if arrays.out is not None:
@@ -91,6 +92,7 @@ def run(
 
 
 def compare(
+    typed: typer.Context,
     sizes: opt.Sizes,
     tensors: opt.Tensors,
     scores: opt.Scores,
@@ -98,13 +100,11 @@ def compare(
     how: opt.Simulated = opt.Simulated(tiling="same", backward_tiling="same"),
     scale: float | None = _SCALE,
     algorithm: list[str] = opt.algorithms("standard,flash1,flash2"),
-    execute: bool = opt.option(
+    execute: bool = option(
         False,
         "Simulate on random tensors (or --input, --demo-data), and also compare the results.",
         panel="How",
     ),
-    *,
-    typed: typer.Context,
 ) -> Tables:
     """Compare algorithms side by side, by formula or (--execute) on tensors.
 
@@ -115,7 +115,7 @@ def compare(
     for name in algorithm:
         plans.check_algorithm(name)
     if not (execute or tensors.input is not None or tensors.demo_data is not None):
-        opt.refuse_unused(
+        refuse_unused(
             typed,
             "counting by formula, which needs no tensors (--execute does)",
             never=["seed", "scale"],
@@ -126,20 +126,17 @@ def compare(
         table.note = f"{by_formula} · {table.note}"
         return table
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
-    whole = values.problem_of(arrays, scores)
-    tile, backward_tile = values.tilings(how, whole, algorithm)
-    tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
-    cost = values.foresee(arrays, scores, algorithm, tiles, values.device(how))
-    with working("simulating", cost):
+    tiles = values.tilings(how, values.problem_of(arrays, scores), algorithm)
+    with working(
+        "simulating", values.foresee(arrays, scores, algorithm, tiles, values.device(how))
+    ):
         q, k, v, cache = values.cache(arrays, decoding)
         asked = _asked(scores, how, decoding) | cache | values.unscaled(arrays)
-        asked |= {"scale": scale, "tiling": tile or "fit"}
-        dout = arrays.gradient(tensors.seed + 1) if how.backward else None
-        backward: Any = (backward_tile or "fit") if how.backward else None
-        comparison = run_comparison(
-            *(q, k, v), algorithms=algorithm, dout=dout, backward_tiling=backward, **asked
-        )
-    return comparison.table()
+        asked |= {"scale": scale, "tiling": tiles["forward"] or "fit"}
+        if how.backward:
+            asked["dout"] = arrays.gradient(tensors.seed + 1)
+            asked["backward_tiling"] = tiles["backward"] or "fit"
+        return run_comparison(q, k, v, algorithms=algorithm, **asked).table()
 
 
 def _passes(
@@ -155,9 +152,9 @@ def _passes(
             tiling=tile,
             device=values.device(how),
             key_order=how.key_order,
-            **its.options(),
+            **(its.options() if direction == "forward" else {}),  # a backward packs no heads
         )
-        for direction, tile in list(zip(plans.DIRECTIONS, tiles, strict=True))[: 1 + how.backward]
+        for direction, tile in tiles.items()
         for name, its in algorithms
     ]
 
@@ -175,52 +172,49 @@ def count(
     counts = _passes(problem, how, [(algorithm, decoding)])
     people = [c.table() for c in counts]
     if "fit" in (how.tiling, how.backward_tiling if how.backward else how.tiling):
-        fit = "the tile is the one that fits on chip and moves the fewest bytes; -t 64x64 sets it"
-        people[0].note += f" · {fit}"
+        people[
+            0
+        ].note += (
+            " · the tile is the one that fits on chip and moves the fewest bytes; -t 64x64 sets it"
+        )
     return people, [figures(c) for c in counts]
 
 
 def sweep(
-    n_q: list[int] = opt.option(
-        opt.REQUIRED, "Numbers of queries and keys, e.g. 1024,2048,4096.", "-n"
-    ),
-    head_dim: list[int] = opt.option("64", "Widths of a row of Q and K, e.g. 64,128.", "-d"),
-    batch: list[int] = opt.option("1", "Batch sizes.", "-b"),
-    heads: list[int] = opt.option("1", "Numbers of query heads.", "-h"),
-    kv_heads: list[int] | None = opt.option(
-        None, "Numbers of KV heads. Default: that of query heads."
-    ),
-    dtype: list[str] = opt.option(
+    n_q: list[int] = option(..., "Numbers of queries and keys, e.g. 1024,2048,4096.", "-n"),
+    head_dim: list[int] = option("64", "Widths of a row of Q and K, e.g. 64,128.", "-d"),
+    batch: list[int] = option("1", "Batch sizes.", "-b"),
+    heads: list[int] = option("1", "Numbers of query heads.", "-h"),
+    kv_heads: list[int] | None = option(None, "Numbers of KV heads. Default: that of query heads."),
+    dtype: list[str] = option(
         "float32", f"Element types, separated by commas: {', '.join(DTYPES)}."
     ),
-    causal: bool = opt.option(False, "Causal mask; short for --mask causal."),
-    mask: list[bool] = opt.option(
-        "full", "Masks: full, causal, or both as full,causal.", read=opt.each(values.parse_mask)
+    causal: bool = option(False, "Causal mask; short for --mask causal."),
+    mask: list[bool] = option(
+        "full", "Masks: full, causal, or both as full,causal.", read=each(values.parse_mask)
     ),
-    window: list[tuple[int, int] | None] = opt.option(
+    window: list[tuple[int, int] | None] = option(
         "none",
         "Sliding windows, LEFT:RIGHT: the keys that each query sees before and after its own; or "
         "none.",
-        read=opt.each(values.parse_window),
+        read=each(values.parse_window),
     ),
     algorithm: list[str] = opt.algorithms("flash2"),
-    direction: list[str] = opt.option("forward", "Pass: forward, backward or both."),
-    tiling: list[Any] = opt.option(
-        "fit", "Tile sizes, e.g. 64x64,128x64,fit,fa2-forward.", "-t", opt.each(values.parse_tiling)
+    direction: list[str] = option("forward", "Pass: forward, backward or both."),
+    tiling: list[Any] = option(
+        "fit", "Tile sizes, e.g. 64x64,128x64,fit,fa2-forward.", "-t", each(values.parse_tiling)
     ),
-    device: list[str] = opt.option(
-        "H100", "GPUs to simulate; `flashsim study devices` lists them."
-    ),
-    sram: list[int] | None = opt.option(
+    device: list[str] = option("H100", "GPUs to simulate; `flashsim study devices` lists them."),
+    sram: list[int] | None = option(
         None, "On-chip memory per thread block in bytes. Default: that of --device."
     ),
-    method: str = opt.option(
+    method: str = option(
         "count", "How each point is counted: count (by formula) or run (simulated)."
     ),
-    workers: int = opt.option(
+    workers: int = option(
         0, "Number of worker processes; 0 runs everything in this process.", min=0, max=256
     ),
-    out: Path | None = opt.option(
+    out: Path | None = option(
         None,
         "CSV file to which each row is written when it is ready; a stopped sweep continues from "
         "this file.",
@@ -278,15 +272,14 @@ def _backward_name(path: Path) -> Path:
 
 
 def trace_show(
-    file: Path,
-    events: bool = opt.option(False, "List the events instead of totals."),
-    limit: int = opt.option(100, "The most events to list.", min=1),
-    *,
     typed: typer.Context,
+    file: Path,
+    events: bool = option(False, "List the events instead of totals."),
+    limit: int = option(100, "The most events to list.", min=1),
 ) -> Tables:
     """Show the contents of a saved trace."""
     if not events:
-        opt.refuse_unused(typed, "totals (pass --events too)", never=["limit"])
+        refuse_unused(typed, "totals (pass --events too)", never=["limit"])
     trace = values.load_trace(file)
     table = event_table(trace, limit) if events else figures(trace)
     people = table if events else trace.table()
@@ -301,8 +294,8 @@ def trace_show(
 
 def trace_perfetto(
     file: Path,
-    out: Path = opt.option(opt.REQUIRED, "File to write: .json or .json.gz.", "-o"),
-    heads: int = opt.option(1, "For a simulated trace: number of heads to write.", min=1),
+    out: Path = option(..., "File to write: .json or .json.gz.", "-o"),
+    heads: int = option(1, "For a simulated trace: number of heads to write.", min=1),
 ) -> None:
     """Write a saved trace as Chrome trace events, for https://ui.perfetto.dev."""
     ready(out, (".json", ".gz"))

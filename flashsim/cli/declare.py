@@ -20,8 +20,6 @@ from flashsim.errors import FlashSimError, OptionError
 
 T = TypeVar("T")
 OUTPUT = "Output"
-#: The default of a required option.
-REQUIRED: Any = ...
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,12 @@ class _Option:
     def parameter(self, name: str, kind: Any, default: Any, panel: str | None) -> Any:
         """Return this option as a parameter in Typer's form."""
         about = typer.Option(
-            *(flag(name), *self.short.split()),
+            *(() if "/" in self.short else (flag(name),)),
+            *self.short.split(),
             help=self.help,
             **{"rich_help_panel": panel, **self.more},
         )
-        needed = {} if default is REQUIRED else {"default": default}
+        needed = {} if default is ... else {"default": default}
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(name, keyword, annotation=Annotated[kind, about], **needed)
 

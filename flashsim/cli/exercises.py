@@ -12,6 +12,7 @@ import typer
 from flashsim import report
 from flashsim.cli import options as opt
 from flashsim.cli import values
+from flashsim.cli.declare import Format, option, refuse_unused
 from flashsim.cli.output import Tables, ready, say, show, viz
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
@@ -31,7 +32,6 @@ from flashsim.trace.trace import Trace
 _COLUMNS = (
     *("file", "exercise", "points", "of", "results", "safe", "on chip", "bytes", "moved B", "why"),
 )
-_ALL_COLUMNS = (*_COLUMNS, "seconds")
 _Name = Annotated[str, typer.Argument(help="A name from `flashsim exercise list`, or a .py file.")]
 
 
@@ -54,8 +54,8 @@ def listed() -> Tables:
 
 def start(
     name: _Name,
-    out: Path | None = opt.option(None, "File to write. Default: NAME.py in this folder.", "-o"),
-    force: bool = opt.option(False, "Overwrite an existing file."),
+    out: Path | None = option(None, "File to write. Default: NAME.py in this folder.", "-o"),
+    force: bool = option(False, "Overwrite an existing file."),
 ) -> None:
     """Write the file that a student completes: the task and a skeleton."""
     exercise = shelf.find(name)
@@ -75,7 +75,7 @@ def start(
 
 
 def hint(
-    name: _Name, number: int = opt.option(1, "Which hint to show, counted from 1.", min=1)
+    name: _Name, number: int = option(1, "Which hint to show, counted from 1.", min=1)
 ) -> None:
     """Show one hint; later hints tell more, and the last hint tells nearly everything."""
     hints = shelf.find(name).hints
@@ -89,8 +89,8 @@ def hint(
 
 def reveal(
     name: _Name,
-    out: Path | None = opt.option(None, "File to write. Default: the solution is printed.", "-o"),
-    force: bool = opt.option(False, "Overwrite an existing file."),
+    out: Path | None = option(None, "File to write. Default: the solution is printed.", "-o"),
+    force: bool = option(False, "Overwrite an existing file."),
 ) -> None:
     """Print or write a reference solution, which gets every point."""
     exercise = shelf.find(name)
@@ -141,6 +141,7 @@ def _asked(what: str, option: str) -> int:
 
 
 def predict(
+    typed: typer.Context,
     sizes: opt.Sizes,
     mask: opt.Mask,
     how: opt.One = opt.One(tiling="same"),
@@ -149,16 +150,14 @@ def predict(
         help="A name from `flashsim exercise list`, or a .py file. Without a name, the question is "
         "about your own shape.",
     ),
-    algorithm: str = opt.option("flash2", "Without a name: the algorithm that is counted.", "-a"),
-    loaded: int | None = opt.option(
+    algorithm: str = option("flash2", "Without a name: the algorithm that is counted.", "-a"),
+    loaded: int | None = option(
         None, "Your guess of the bytes loaded. Default: the command asks you.", read=_number
     ),
-    stored: int | None = opt.option(
+    stored: int | None = option(
         None, "Your guess of the bytes stored. Default: the command asks you.", read=_number
     ),
     plot: opt.Plot = None,
-    *,
-    typed: typer.Context,
 ) -> None:
     """Guess how many bytes attention moves, then see the right answer; made for lectures.
 
@@ -169,7 +168,7 @@ def predict(
     if name is None:
         _predict_shape(sizes, mask, how, algorithm, (loaded, stored), plot)
         return
-    opt.refuse_unused(
+    refuse_unused(
         typed, "an exercise, which sets the shape", only=("name", "loaded", "stored", "plot")
     )
     exercise = shelf.get(name)
@@ -235,24 +234,24 @@ def grade(
             "the option to grade a homework folder for several exercises."
         ),
     ] = None,
-    form: opt.Format = opt.Format(),
-    gradescope: Path | None = opt.option(
+    form: Format = Format(),
+    gradescope: Path | None = option(
         None, "Also write the marks to this file in Gradescope's format (results.json)."
     ),
     plot: opt.Plot = None,
-    save: Path | None = opt.option(None, "Save the trace of the solution's transfers (.npz)."),
-    timeout: float | None = opt.option(
+    save: Path | None = option(None, "Save the trace of the solution's transfers (.npz)."),
+    timeout: float | None = option(
         None,
         f"Time limit per file in seconds. Default: {submissions.LIMIT:g}; kernels: {LIMIT:g}.",
         min=0.1,
     ),
-    memory: int | None = opt.option(
+    memory: int | None = option(
         None,
         f"Memory limit per file in MiB (Linux only). Default: {submissions.MEMORY:,}; "
         f"kernels: {MEMORY:,}.",
         min=1,
     ),
-    jobs: int | None = opt.option(
+    jobs: int | None = option(
         None, "Number of files to grade at the same time. Default: one per CPU.", min=1
     ),
 ) -> None:
@@ -298,7 +297,7 @@ def grade(
 def _grade_files(
     file: Path,
     exercise: str | None,
-    form: opt.Format,
+    form: Format,
     outputs: tuple[Path | None, Path | None, Path | None],
     limits: dict[str, Any],
     jobs: int | None,
@@ -352,20 +351,16 @@ def _say_graded(exercises: list[KernelExercise], *, chosen: bool) -> None:
 def _homework(
     folder: Path,
     graded: list[tuple[Path, list[tuple[Path, Marks]]]],
-    form: opt.Format,
+    form: Format,
     gradescope: Path | None,
 ) -> None:
     """Print one row per file and exercise of each homework folder, and the folder's total."""
-    short, full = Table(f"{len(graded)} homework folders", _COLUMNS), Table("", _ALL_COLUMNS)
-    whole = 0
+    rows: list[tuple[str, str, list[Marks]]] = []
     for root, found in graded:
-        for path, marks in found:
-            _add(short, full, str(path.relative_to(folder)), marks.exercise, [marks])
-        every = [marks for _, marks in found]
-        whole += all(marks.points == marks.most for marks in every)
-        _add(short, full, folder.name if root == folder else root.name, "total", every)
-    short.note = f"{whole} of {len(graded)} get all points; --csv has every reason in full"
-    show(([short], [full]), form)
+        rows += [(str(path.relative_to(folder)), one.exercise, [one]) for path, one in found]
+        rows.append((folder.name if root == folder else root.name, "total", [x for _, x in found]))
+    whole = [all(one.points == one.most for _, one in found) for _, found in graded]
+    show(_tables("homework folders", rows, whole), form)
     if gradescope is not None:
         _for_gradescope(together(graded[0][1]), gradescope)
 
@@ -378,33 +373,35 @@ def _for_gradescope(marks: Marks, path: Path | None) -> None:
         say(f"Gradescope's results in {path}")
 
 
-def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
-    """Return tables for people (one reason per file), and tables for programs (all reasons)."""
-    short, full = Table(f"{len(graded)} files", _COLUMNS), Table("", _ALL_COLUMNS)
-    for path, marks in graded:
-        _add(short, full, str(path.relative_to(folder)), marks.exercise, [marks])
-    whole = [marks.points for _, marks in graded if marks.points == marks.most]
-    short.note = f"{len(whole)} of {len(graded)} get all points; --csv has every reason in full"
+def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> Tables:
+    """Return tables with one row per graded file."""
+    rows = [(str(path.relative_to(folder)), one.exercise, [one]) for path, one in graded]
+    return _tables("files", rows, [one.points == one.most for _, one in graded])
+
+
+def _tables(what: str, graded: list[tuple[str, str, list[Marks]]], whole: list[bool]) -> Tables:
+    """Return tables for people (one reason per row), and tables for programs (all reasons).
+
+    A row has the marks of one file, or a folder's total, which has no reasons.
+    """
+    short, full = Table(f"{len(whole)} {what}", _COLUMNS), Table("", (*_COLUMNS, "seconds"))
+    for file, exercise, every in graded:
+        parts = dict.fromkeys(("results", "safe", "on-chip", "bytes"), 0)
+        for mark in (mark for marks in every for mark in marks.marks):
+            part = mark.name.split(" ")[0].rstrip(",")
+            if part in parts:
+                parts[part] += mark.points
+        why, moved = [], None
+        if exercise != "total":
+            (marks,) = every
+            why = [x.words for x in marks.marks if x.words and (x.kind or not x.most)]
+            moved = marks.figures.get("bytes")
+        points, most = (sum(getattr(marks, name) for marks in every) for name in ("points", "most"))
+        row = (plain(file, 200), exercise, points, most, *parts.values(), moved)
+        short.add(*row, textwrap.shorten(why[0] if why else "", 60))
+        full.add(*row, " | ".join(why), round(sum(marks.seconds for marks in every), 3))
+    short.note = f"{sum(whole)} of {len(whole)} get all points; --csv has every reason in full"
     return [short], [full]
-
-
-def _add(short: Table, full: Table, file: str, exercise: str, every: list[Marks]) -> None:
-    """Add a row to both tables: the marks of one file, or a folder's total without reasons."""
-    parts = dict.fromkeys(("results", "safe", "on-chip", "bytes"), 0)
-    for mark in (mark for marks in every for mark in marks.marks):
-        part = mark.name.split(" ")[0].rstrip(",")
-        if part in parts:
-            parts[part] += mark.points
-    why, moved = [], None
-    if exercise != "total":
-        (marks,) = every
-        why = [mark.words for mark in marks.marks if mark.words and (mark.kind or not mark.most)]
-        moved = marks.figures.get("bytes")
-    points, most = (sum(getattr(marks, name) for marks in every) for name in ("points", "most"))
-    row = (plain(file, 200), exercise, points, most, *parts.values(), moved)
-    short.add(*row, textwrap.shorten(why[0] if why else "", 60))
-    seconds = round(sum(marks.seconds for marks in every), 3)
-    full.add(*row, " | ".join(why), seconds)
 
 
 def _write(text: str, path: Path, *, force: bool) -> None:

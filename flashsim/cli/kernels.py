@@ -6,6 +6,8 @@ import inspect
 import re
 import runpy
 import textwrap
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ import typer
 
 from flashsim.api.samples import random_inputs
 from flashsim.cli import options as opt
+from flashsim.cli.declare import Format, option
 from flashsim.cli.output import show
 from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
 from flashsim.own_kernels.files import beside, imported, imports, readers_errors
@@ -25,25 +28,25 @@ _SCALES = ("scale", "sm_scale", "softmax_scale")
 
 
 def kernel(
-    form: opt.Format,
+    form: Format,
     target: Annotated[
         str,
         typer.Argument(
             help="FILE.py:function, a function that launches kernels; or FILE.py, a program."
         ),
     ],
-    n_q: int = opt.option(256, "Number of queries.", "-n"),
-    n_kv: int | None = opt.option(None, "Number of keys. Default: the number of queries."),
-    head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
-    batch: int = opt.option(1, "Batch size.", "-b"),
-    heads: int = opt.option(2, "Number of query heads.", "-h"),
-    kv_heads: int | None = opt.option(None, "Number of KV heads. Default: that of query heads."),
-    dtype: str = opt.option("float32", "Element type of the inputs."),
+    n_q: int = option(256, "Number of queries.", "-n"),
+    n_kv: int | None = option(None, "Number of keys. Default: the number of queries."),
+    head_dim: int = option(64, "Width of a row of Q and K.", "-d"),
+    batch: int = option(1, "Batch size.", "-b"),
+    heads: int = option(2, "Number of query heads.", "-h"),
+    kv_heads: int | None = option(None, "Number of KV heads. Default: that of query heads."),
+    dtype: str = option("float32", "Element type of the inputs."),
     causal: opt.Causal = False,
-    ndim: int | None = opt.option(
+    ndim: int | None = option(
         None, "Number of axes of q: 2, 3 or 4. Default: as the file unpacks q.shape, or 4."
     ),
-    layout: str | None = opt.option(
+    layout: str | None = option(
         None, "Axes of q: bhnd, which is (batch, heads, n, d), or bnhd. Default: by their names."
     ),
     set_: list[str] | None = typer.Option(
@@ -57,18 +60,16 @@ def kernel(
         "--name",
         help="PARAMETER=NAME: the attention tensor that a kernel's parameter holds, e.g. a_ptr=K.",
     ),
-    reference: str | None = opt.option(
-        None, "Function in FILE.py that computes the expected results."
-    ),
-    config: int | None = opt.option(
+    reference: str | None = option(None, "Function in FILE.py that computes the expected results."),
+    config: int | None = option(
         None, "Configuration of autotuned kernels to run, numbered from 0."
     ),
-    model: str | None = opt.option(
+    model: str | None = option(
         None, "Pallas only: the hardware whose data movement is counted, gpu or tpu."
     ),
     device: opt.Device = "H100",
-    seed: int = opt.option(0, "Seed for drawing the random inputs."),
-    out: Path | None = opt.option(None, "Folder for an HTML page and a plot of the kernel."),
+    seed: int = option(0, "Seed for drawing the random inputs."),
+    out: Path | None = option(None, "Folder for an HTML page and a plot of the kernel."),
     all_: bool = typer.Option(False, "--all", help="Print the whole report."),
 ) -> None:
     """Check a Triton or Pallas kernel on the CPU, and count the bytes that each line moves.
@@ -78,68 +79,58 @@ def kernel(
     runs with your rights, like any program that you start.
     """
     path, function = _split(target)
-    names = dict(_pair("--name", pair) for pair in name or ())
     settings = dict(_pair("--set", pair) for pair in set_ or ())
     problem = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
     text = path.read_text(encoding="utf-8", errors="replace")
-    if any("jax.experimental.pallas" in name for name in imports(text)):
-        if not function:
+    pallas = any("jax.experimental.pallas" in name for name in imports(text))
+    options: dict[str, Any] = {
+        **{"names": dict(_pair("--name", pair) for pair in name or ()), "device": device},
+        **({"model": model} if pallas else {"config": config, "check": True}),
+    }
+    if pallas and not function:
+        raise OptionError(
+            f"{path} uses Pallas, so name the function that calls pl.pallas_call; pass "
+            "FILE.py:function"
+        )
+    on_cpu: Any = nullcontext()
+    if not pallas:
+        if model is not None:
             raise OptionError(
-                f"{path} uses Pallas, so name the function that calls pl.pallas_call; pass "
-                "FILE.py:function"
+                "--model is only for Pallas kernels; leave it out for a Triton kernel"
             )
-        with beside(path):
-            with readers_errors(path):
-                module = imported(path)
-            compared = None if reference is None else _attribute(module, reference)
-            called = _attribute(module, function)
-            call, used = _call(called, function, problem, settings, "numpy", ndim, layout, seed)
-            with readers_errors(path, _given(call)):
-                traced = _pallas(
-                    call,
-                    {"names": names, "device": device, "model": model},
-                    problem if used else None,
-                )
-        _show(traced, compared, out, form, all_)
-        return
-    if model is not None:
-        raise OptionError("--model is only for Pallas kernels; leave it out for a Triton kernel")
+        from flashsim.triton import watch
+        from flashsim.triton.driver import standing_in
+        from flashsim.triton.installed import installed
 
-    from flashsim.triton import watch
-    from flashsim.triton.driver import standing_in
-    from flashsim.triton.installed import installed
-
-    installed()
-    options: dict[str, Any] = {"names": names, "device": device, "config": config, "check": True}
-    with standing_in() as replace_imported, beside(path):
+        installed()
+        on_cpu = standing_in()
+    if not function and reference is not None:
+        raise OptionError(
+            "--reference needs a function of your file to compare with; pass FILE.py:function "
+            "instead of FILE.py"
+        )
+    compared = None
+    with on_cpu as replace_imported, beside(path):
         if not function:
-            if reference is not None:
-                raise OptionError(
-                    "--reference needs a function of your file to compare with; pass "
-                    "FILE.py:function instead of FILE.py"
-                )
-            compared = None
             with watch(**options) as seen, readers_errors(path):
                 runpy.run_path(str(path), run_name="__main__")
         else:
             with readers_errors(path):
                 module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
-            called = _attribute(module, function)
-            library = "torch" if hasattr(module, "torch") else "numpy"
-            call, used = _call(called, function, problem, settings, library, ndim, layout, seed)
-            replace_imported()  # torch, if the file uses it, has come with the file
-            watched = watch(**options, problem=problem if used else None)
-            with watched as seen, readers_errors(path, _given(call)):
-                call()
-    traced = seen.result(unchecked=True)
-    _show(traced, compared, out, form, all_)
-
-
-def _show(traced: Any, compared: Any, out: Path | None, form: opt.Format, whole: bool) -> None:
-    """Check the kernel's results, write the requested files, and print the report."""
-    from flashsim.own_kernels.answer import LINES, answer
-
+            library = "torch" if not pallas and hasattr(module, "torch") else "numpy"
+            arrays = _Arrays(problem, library, ndim, layout, seed)
+            call, used = _call(_attribute(module, function), function, arrays, settings)
+            options["problem"] = problem if used else None
+            if pallas:
+                with readers_errors(path, _given(call)):
+                    traced = _pallas(call, options)
+            else:
+                replace_imported()  # torch, if the file uses it, has come with the file
+                with watch(**options) as seen, readers_errors(path, _given(call)):
+                    call()
+    if not pallas:
+        traced = seen.result(unchecked=True)
     note = ""
     try:
         traced.check(compared)
@@ -149,10 +140,12 @@ def _show(traced: Any, compared: Any, out: Path | None, form: opt.Format, whole:
     if form.json or form.csv:
         show(traced.compared(), form)
         return
-    typer.echo(answer(traced, files, note, 10_000 if whole else LINES))
+    from flashsim.own_kernels.answer import LINES, answer
+
+    typer.echo(answer(traced, files, note, 10_000 if all_ else LINES))
 
 
-def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
+def _pallas(call: Any, options: dict[str, Any]) -> Any:
     """Trace a function call that runs Pallas kernels."""
     from flashsim.jax import trace_kernel
 
@@ -160,7 +153,7 @@ def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
         return call.func(*args, **keywords)
 
     called.__qualname__ = getattr(call.func, "__qualname__", "the function")  # for errors
-    return trace_kernel(called, *(call.args, call.keywords), problem=problem, **options)
+    return trace_kernel(called, call.args, call.keywords, **options)
 
 
 def _split(target: str) -> tuple[Path, str]:
@@ -204,14 +197,7 @@ def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
 
 
 def _call(
-    called: Any,
-    name: str,
-    p: Problem,
-    settings: dict[str, str],
-    library: str,
-    ndim: int | None,
-    layout: str | None,
-    seed: int,
+    called: Any, name: str, arrays: "_Arrays", settings: dict[str, str]
 ) -> tuple[functools.partial[Any], bool]:
     """Return the user's function with its arguments bound, and whether it computes attention."""
     if hasattr(called, "run") and hasattr(called, "arg_names"):
@@ -229,10 +215,8 @@ def _call(
 
     parameters = inspect.signature(called).parameters
     loose = any(declared.kind is declared.VAR_POSITIONAL for declared in parameters.values())
-    said = _axes(called)
-    layout = layout or ("bnhd" if _heads_third(said) else "bhnd")
-    arrays = _Arrays(p, ndim or len(said) or 4, layout, library, seed)
-    rng = np.random.default_rng(seed)
+    arrays.shape(_axes(called))
+    p, rng = arrays.problem, np.random.default_rng(arrays.seed)
     if loose:  # torch.autograd.Function.apply
         words = [arrays.of(paper) for paper in ("Q", "K", "V")]
         return functools.partial(called, *words, p.causal), True
@@ -281,46 +265,56 @@ def _given(call: functools.partial[Any]) -> str:
 _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
 
 
+@dataclass
 class _Arrays:
     """Random inputs and right results, in the shapes and the library of the user's file."""
 
-    def __init__(self, p: Problem, axes: int, layout: str, library: str, seed: int) -> None:
-        if axes not in (2, 3, 4):
-            raise OptionError(f"--ndim must be 2, 3 or 4, got {axes}")
-        checks.one_of("--layout", layout, ("bhnd", "bnhd"))
-        self._p, self._axes, self._library = p, axes, library
-        self._swapped = layout == "bnhd" and axes == 4
-        self._inputs = random_inputs(p, seed)
-        self._more: dict[str, np.ndarray] = {}
+    problem: Problem
+    library: str
+    ndim: int | None
+    layout: str | None
+    seed: int
+
+    def shape(self, axes: tuple[str, ...]) -> None:
+        """Choose the number and the order of axes that no option gave, by the axes' names."""
+        self.ndim = self.ndim or len(axes) or 4
+        if self.ndim not in (2, 3, 4):
+            raise OptionError(f"--ndim must be 2, 3 or 4, got {self.ndim}")
+        self.layout = self.layout or ("bnhd" if _heads_third(axes) else "bhnd")
+        checks.one_of("--layout", self.layout, ("bhnd", "bnhd"))
+
+    @functools.cached_property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Random inputs, by their names in the papers."""
+        x = random_inputs(self.problem, self.seed)
+        return {"Q": x.q, "K": x.k, "V": x.v, "dO": x.dout}
+
+    @functools.cached_property
+    def results(self) -> dict[str, np.ndarray]:
+        """The right results of the forward pass, and delta."""
+        q, k, v, dout = self.inputs.values()
+        out, lse = oracle.attention(q, k, v, self.problem)
+        delta = (out * dout.astype(np.float64)).sum(axis=-1)
+        rows = {"L": lse.astype(np.float32), "delta": delta.astype(np.float32)}
+        return {"O": out.astype(q.dtype), **rows}
 
     def of(self, name: str) -> Any:
         """Return the input or result that the papers call by this name, such as "dO"."""
-        if self._axes == 2 and self._p.batch * self._p.heads > 1:
+        if self.ndim == 2 and self.problem.batch * self.problem.heads > 1:
             raise OptionError(
                 "q has two axes, so it has one batch entry and one head; pass --batch 1 --heads 1"
             )
-        x = self._inputs
-        known = {"Q": x.q, "K": x.k, "V": x.v, "dO": x.dout}
-        if name not in known and name not in self._more:
-            out, lse = oracle.attention(x.q, x.k, x.v, self._p)
-            delta = (out * x.dout.astype(np.float64)).sum(axis=-1)
-            self._more = {
-                "O": out.astype(x.q.dtype),
-                "L": lse.astype(np.float32),
-                "delta": delta.astype(np.float32),
-            }
-        array = known[name] if name in known else self._more[name]
-        lead = array.ndim - 2 if name not in ("L", "delta") else array.ndim - 1
-        kept = array.shape[lead:]
-        shape = {4: array.shape, 3: (-1, *kept), 2: kept}[self._axes]
-        if self._swapped and array.ndim == 4:
+        array = self.inputs[name] if name in self.inputs else self.results[name]
+        if self.ndim in (2, 3):
+            kept = array.shape[array.ndim - (1 if name in ("L", "delta") else 2) :]
+            array = array.reshape(kept if self.ndim == 2 else (-1, *kept))
+        elif self.layout == "bnhd" and array.ndim == 4:
             array = array.swapaxes(1, 2)
-            shape = array.shape
-        return self.own(np.ascontiguousarray(array.reshape(shape)))
+        return self.own(np.ascontiguousarray(array))
 
     def own(self, array: np.ndarray) -> Any:
         """Return an array converted to the library that the user's file uses."""
-        if self._library == "numpy":
+        if self.library == "numpy":
             return array
         import torch
 

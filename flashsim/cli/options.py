@@ -9,16 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from flashsim.api.samples import SAMPLES, TRACES
-from flashsim.cli.declare import OUTPUT as OUTPUT
-from flashsim.cli.declare import REQUIRED as REQUIRED
-from flashsim.cli.declare import Format as Format
-from flashsim.cli.declare import each as each
-from flashsim.cli.declare import flag as flag
-from flashsim.cli.declare import in_bundle
-from flashsim.cli.declare import option as option
-from flashsim.cli.declare import pair as pair
-from flashsim.cli.declare import refuse_unused as refuse_unused
-from flashsim.cli.declare import written as written
+from flashsim.cli.declare import OUTPUT, in_bundle, option, pair
 from flashsim.l2 import L2Model
 from flashsim.l2.launch import ORDERS, WALKS
 from flashsim.problem import checks
@@ -126,7 +117,8 @@ _TILE = (
     "fewest bytes; same: one tile that fits on chip for all algorithms; or a real kernel's tile: "
     f"{', '.join(PRESETS)}."
 )
-_GPU = "The GPU to simulate; `flashsim study devices` lists them."
+PASS = "Pass: forward or backward."
+GPU = "The GPU to simulate; `flashsim study devices` lists them."
 
 
 @dataclass(frozen=True)
@@ -134,9 +126,9 @@ class One:
     """Options of a command that counts or runs one pass, forward or backward."""
 
     panel = _HOW
-    direction: str = in_bundle("forward", "Pass: forward or backward.")
+    direction: str = in_bundle("forward", PASS)
     tiling: str = in_bundle("fit", _TILE, "-t")
-    device: str = in_bundle("H100", _GPU)
+    device: str = in_bundle("H100", GPU)
 
     def __post_init__(self) -> None:
         one_pass(self.direction)
@@ -155,7 +147,7 @@ class Passes:
     backward: bool = in_bundle(False, "Also run or count the backward pass.")
     tiling: str = in_bundle("fit", f"{_TILE} For the forward pass.", "-t")
     backward_tiling: str = in_bundle("fit", "Tile size of the backward pass, like --tiling.")
-    device: str = in_bundle("H100", _GPU)
+    device: str = in_bundle("H100", GPU)
 
 
 @dataclass(frozen=True)
@@ -172,7 +164,7 @@ class Simulated(Passes):
 
 @dataclass(frozen=True)
 class Parts:
-    """Options for the number of splits of the keys in flash-decode, and for the cache's layout."""
+    """Options for the split of the keys in flash-decode, the cache's layout, and packed heads."""
 
     panel = _HOW
     splits: str | None = in_bundle(
@@ -181,21 +173,25 @@ class Parts:
         "(FlashAttention-3's rule).",
     )
     page_size: int | None = in_bundle(None, "flash-decode only: keys per page of a paged KV cache.")
+    pack_gqa: bool | None = in_bundle(
+        None,
+        "Forward: put query heads that share a KV head into one tile, or do not. Default: "
+        "flash-decode does; flash2 does not, but its GPU kernels choose.",
+        "--pack-gqa/--no-pack-gqa",
+    )
 
     def options(self) -> dict[str, Any]:
         """Return the options that were set, as keyword arguments of `flashsim.run`."""
-        if self.splits is None:
-            return {}
-        return {"splits": int(self.splits) if self.splits.lstrip("-").isdecimal() else self.splits}
+        chosen: dict[str, Any] = {} if self.pack_gqa is None else {"pack_gqa": self.pack_gqa}
+        if (n := self.splits) is not None:
+            chosen["splits"] = int(n) if n.lstrip("-").isdecimal() else n
+        return chosen
 
 
 @dataclass(frozen=True)
 class Decoding(Parts):
     """Options for how flash-decode splits and reads the KV cache."""
 
-    no_pack_gqa: bool = in_bundle(
-        False, "flash-decode only: do not put query heads that share a KV head into one tile."
-    )
     shared_prefix: int | None = in_bundle(
         None, "flash-decode only: number of keys at the start that all batch entries share."
     )
@@ -210,10 +206,8 @@ class Decoding(Parts):
 
     def options(self) -> dict[str, Any]:
         """Return the options that were set, as keyword arguments of `flashsim.run`."""
-        chosen = super().options()
-        if self.shared_prefix is not None:
-            chosen["shared_prefix"] = self.shared_prefix
-        return {**chosen, **({"pack_gqa": False} if self.no_pack_gqa else {})}
+        shared = {} if self.shared_prefix is None else {"shared_prefix": self.shared_prefix}
+        return super().options() | shared
 
 
 @dataclass(frozen=True)
@@ -251,17 +245,12 @@ class L2:
         )
 
 
-Algorithm = Annotated[
-    str,
-    typer.Option(
-        "--algorithm",
-        "-a",
-        help=f"Algorithm: {', '.join(ALGORITHMS)}. In the backward pass, flash2 has three kernels "
-        "without atomics; flash2-fused has one kernel that accumulates dQ with atomics, like the "
-        "kernel of FlashAttention-2's authors.",
-        rich_help_panel=_HOW,
-    ),
-]
+ALGORITHM = (
+    f"Algorithm: {', '.join(ALGORITHMS)}. In the backward pass, flash2 has three kernels without "
+    "atomics; flash2-fused has one kernel that accumulates dQ with atomics, like the kernel of "
+    "FlashAttention-2's authors."
+)
+Algorithm = Annotated[str, typer.Option("--algorithm", "-a", help=ALGORITHM, rich_help_panel=_HOW)]
 
 
 def algorithms(default: Any) -> Any:
@@ -278,9 +267,9 @@ Backend = Annotated[
         rich_help_panel=_HOW,
     ),
 ]
-Device = Annotated[str, typer.Option(help=_GPU, rich_help_panel=_HOW)]
+Device = Annotated[str, typer.Option(help=GPU, rich_help_panel=_HOW)]
 Causal = Annotated[bool, typer.Option("--causal", help="Use a causal mask.", rich_help_panel=_MASK)]
-Direction = Annotated[str, typer.Option(help="Pass: forward or backward.", rich_help_panel=_HOW)]
+Direction = Annotated[str, typer.Option(help=PASS, rich_help_panel=_HOW)]
 
 
 # -- output ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from flashsim.api.samples import TRACES, load_sample, random_inputs
 from flashsim.api.sweep import Sweep, sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
+from flashsim.cli.declare import OUTPUT, option, pair, written
 from flashsim.cli.output import draw, ready, ready_to_draw, say, viz, working
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import FlashSimError, OptionError
@@ -56,7 +57,7 @@ KINDS = tuple(_USES)
 #: The largest inputs, in bytes, that are drawn only to follow one row of scores.
 _SMALL = 1 << 26
 _ALWAYS = {"out", "theme", "dpi", "size", "slides"}
-_ROW = opt.option(None, "Query row whose running maximum m and sum l are shown.")
+_ROW = option(None, "Query row whose running maximum m and sum l are shown.")
 
 
 @dataclass(frozen=True)
@@ -100,46 +101,40 @@ class Recordings:
 
 
 def plot(
+    typed: typer.Context,
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     out: opt.Out,
     source: opt.Source = opt.Source(algorithm="standard,flash1,flash2"),
-    over: str | None = opt.option(
+    over: str | None = option(
         None, f"io-curve: quantity on the x axis, one of {', '.join(_OVER)}. Default: n_q."
     ),
-    seconds: float | None = opt.option(
+    seconds: float | None = option(
         None, "roofline: measured time of one algorithm in seconds; a GPU's trace contains its own."
     ),
-    color: str | None = opt.option(
+    color: str | None = option(
         None,
         "Quantity shown by color. tile-map: order, bytes, flops or block; gpu-timeline: phase or "
         "block.",
     ),
-    sms: tuple[int, int] | None = opt.option(
-        None, "gpu-timeline: show SMs FIRST:LAST.", read=opt.pair(":", int, "FIRST:LAST, e.g. 0:3")
+    sms: tuple[int, int] | None = option(
+        None, "gpu-timeline: show SMs FIRST:LAST.", read=pair(":", int, "FIRST:LAST, e.g. 0:3")
     ),
-    times: tuple[float, float] | None = opt.option(
+    times: tuple[float, float] | None = option(
         None,
         "gpu-timeline: show FIRST:LAST µs.",
-        read=opt.pair(":", float, "FIRST:LAST in µs, e.g. 0:40"),
+        read=pair(":", float, "FIRST:LAST in µs, e.g. 0:40"),
     ),
-    measured: Path | None = opt.option(
+    measured: Path | None = option(
         None, "roofline: your measured times, a CSV file with columns algorithm and seconds."
     ),
     theme: opt.Theme = "light",
-    slides: bool = opt.option(
-        False,
-        "Format for slides: 16:9 with large text, written as .png and .svg.",
-        panel=opt.OUTPUT,
+    slides: bool = option(
+        False, "Format for slides: 16:9 with large text, written as .png and .svg.", panel=OUTPUT
     ),
-    dpi: float = opt.option(150, "Pixels per inch, for pixel formats.", panel=opt.OUTPUT, min=1),
-    size: tuple[float, float] = opt.option(
-        "9.6x5.4",
-        "Size of the plot, WIDTHxHEIGHT in inches.",
-        read=values.parse_size,
-        panel=opt.OUTPUT,
+    dpi: float = option(150, "Pixels per inch, for pixel formats.", panel=OUTPUT, min=1),
+    size: tuple[float, float] = option(
+        "9.6x5.4", "Size of the plot, WIDTHxHEIGHT in inches.", read=values.parse_size, panel=OUTPUT
     ),
-    *,
-    typed: typer.Context,
 ) -> None:
     """Draw one plot, as .png, .svg, .pdf or another format of Matplotlib's.
 
@@ -152,7 +147,7 @@ def plot(
             "gpu-timeline needs a trace that was recorded on a GPU; pass --trace FILE, or "
             f"--trace with the name of an included trace: {', '.join(TRACES)}"
         )
-    typed_names = [name for name in opt.written(typed) if name not in _ALWAYS]
+    typed_names = [name for name in written(typed) if name not in _ALWAYS]
     axis = "n_q" if over is None else over
     _refuse_unused(kind, typed_names, axis)
     ready_to_draw(out)
@@ -195,65 +190,53 @@ def plot(
     if needed == 1:
         data = data[0]
     kind = "traffic" if kind == "heads" else kind
-    if slides:
-        if clash := {"dpi", "size"} & set(opt.written(typed)):
-            raise OptionError(
-                "--slides chooses the size and resolution itself; leave out "
-                f"{values.flags(sorted(clash))}, or leave out --slides"
-            )
-        draw(kind, data, out, {"theme": theme, **options}, note=how, slides=True)
-        return
-    draw(kind, data, out, {"theme": theme, **options}, note=how, dpi=dpi, size=size)
+    if slides and (clash := {"dpi", "size"} & set(written(typed))):
+        raise OptionError(
+            "--slides chooses the size and resolution itself; leave out "
+            f"{values.flags(sorted(clash))}, or leave out --slides"
+        )
+    shape: dict[str, Any] = {"slides": True} if slides else {"dpi": dpi, "size": size}
+    draw(kind, data, out, {"theme": theme, **options}, note=how, **shape)
 
 
 def animate(
+    typed: typer.Context,
     out: opt.Out,
     source: opt.Source,
     row: int | None = _ROW,
-    fps: float = opt.option(15, "Frames per second.", panel=opt.OUTPUT),
-    max_frames: int = opt.option(
-        320, "The most frames; a longer trace skips steps.", panel=opt.OUTPUT
-    ),
-    clock: str = opt.option(
-        "steps", "How two traces advance together: by steps or by bytes.", panel=opt.OUTPUT
+    fps: float = option(15, "Frames per second.", panel=OUTPUT),
+    max_frames: int = option(320, "The most frames; a longer trace skips steps.", panel=OUTPUT),
+    clock: str = option(
+        "steps", "How two traces advance together: by steps or by bytes.", panel=OUTPUT
     ),
     theme: opt.Theme = "light",
-    *,
-    typed: typer.Context,
 ) -> None:
     """Animate one trace, or two side by side; write a .gif, .mp4 or .html file."""
     ready(out, (".gif", ".mp4", ".html"))
-    recorded = _recorded(source, opt.written(typed))
+    recorded = _recorded(source, written(typed))
     if row is not None and len(recorded.traces) != 1:
         raise OptionError(
             f"--row shows m and l of one trace, got {len(recorded.traces)} traces; pass one "
             "algorithm, or leave out --row"
         )
     with working("drawing frames"):
-        viz().animate(
-            recorded.traces,
-            out,
-            statistics=recorded.statistics(row) if len(recorded.traces) == 1 else None,
-            fps=fps,
-            max_frames=max_frames,
-            clock=clock,
-            theme=theme,
-        )
+        rows = recorded.statistics(row) if len(recorded.traces) == 1 else None
+        how: dict[str, Any] = {"fps": fps, "max_frames": max_frames, "clock": clock, "theme": theme}
+        viz().animate(recorded.traces, out, statistics=rows, **how)
     say(f"animation in {out}{recorded.how}")
 
 
 def page(
+    typed: typer.Context,
     out: opt.Out,
     source: opt.Source,
     row: int | None = _ROW,
-    theme: str = opt.option("auto", "Colors: auto, light or dark.", panel=opt.OUTPUT),
-    max_mb: float = opt.option(32, "Largest file to write, in MB.", panel=opt.OUTPUT, min=0),
-    *,
-    typed: typer.Context,
+    theme: str = option("auto", "Colors: auto, light or dark.", panel=OUTPUT),
+    max_mb: float = option(32, "Largest file to write, in MB.", panel=OUTPUT, min=0),
 ) -> None:
     """Write an HTML page that plays one trace, or two side by side, without a network."""
     ready(out, (".html", ".htm"))
-    recorded = _recorded(source, opt.written(typed))
+    recorded = _recorded(source, written(typed))
     viz().page(
         recorded.traces, out, theme=theme, statistics=recorded.statistics(row), max_mb=max_mb
     )
@@ -261,7 +244,7 @@ def page(
 
 
 def lab(
-    out: opt.Out, theme: str = opt.option("auto", "Colors: auto, light or dark.", panel=opt.OUTPUT)
+    out: opt.Out, theme: str = option("auto", "Colors: auto, light or dark.", panel=OUTPUT)
 ) -> None:
     """Write the tile lab: an HTML page with sliders that counts any shape, mask and tile."""
     ready(out, (".html", ".htm"))
@@ -332,25 +315,20 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
     tile = values.one_tiling(how.tiling, whole, names, [how.direction], device)
     tiles = {"forward": None, how.direction: tile}
     cost = values.foresee(arrays, mask, names, tiles, device)
-    traces = []
+    asked: dict[str, Any] = {
+        "causal": mask.causal,
+        "window": values.window(mask),
+        "device": how.device,
+    }
+    asked |= {"tiling": None if backward else tile, **values.unscaled(arrays)}
+    traces: list[Any] = []
     with working("simulating", cost):
         for name in names:
-            forward = execution.run(
-                *arrays[:3],
-                algorithm=name,
-                causal=mask.causal,
-                window=values.window(mask),
-                tiling=None if backward else tile,
-                device=how.device,
-                trace=not backward,
-                **values.unscaled(arrays),
-            )
-            if not backward:
-                traces.append(forward.trace)
-                continue
-            dout = arrays.gradient(source.tensors.seed + 1)
-            traces.append(forward.backward(dout, tiling=tile, trace=True).trace)
-    return Recordings([t for t in traces if t is not None], arrays.q, arrays.k)
+            ran: Any = execution.run(*arrays[:3], algorithm=name, trace=not backward, **asked)
+            if backward:
+                ran = ran.backward(arrays.gradient(tensors.seed + 1), tiling=tile, trace=True)
+            traces.append(ran.trace)
+    return Recordings(traces, arrays.q, arrays.k)
 
 
 def _io_sweep(source: opt.Source, over: str) -> Sweep:

@@ -1,7 +1,7 @@
 """Commands that predict (roofline, predict, dram, ring) and measure (verify, calibrate)."""
 
 import csv
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import typer
 from flashsim.api.cost import replay_cost
 from flashsim.cli import options as opt
 from flashsim.cli import values
+from flashsim.cli.declare import OUTPUT, Format, in_bundle, option, refuse_unused
 from flashsim.cli.output import Tables, ready, say, show, viz, working
 from flashsim.distributed.group import SCHEMES
 from flashsim.errors import OptionError, TraceError
@@ -31,7 +32,7 @@ def roofline(
     how: opt.One = opt.One(tiling="same"),
     sizes: opt.Sizes = opt.LAYER,
     algorithm: list[str] = opt.algorithms("standard,flash2"),
-    seconds: float | None = opt.option(
+    seconds: float | None = option(
         None, "Measured time of one algorithm, in seconds.", panel="How"
     ),
 ) -> Tables:
@@ -48,19 +49,19 @@ def predict(
     mask: opt.Mask,
     how: opt.One = opt.One(device="H200"),
     sizes: opt.Sizes = opt.BATCH,
-    algorithm: str = opt.option(
+    algorithm: str = option(
         "flash2",
         "Algorithm: flash2; flash2-fused or flash2-once (one-pass backward); flash-decode; or "
         "standard (a library's kernels).",
         "-a",
     ),
     parts: opt.Parts = opt.Parts(splits="auto"),
-    kernel: str | None = opt.option(
+    kernel: str | None = option(
         None,
         "Kernels of backend cupy: hopper or portable. Default: the kernels that backend cupy "
         "chooses for the device.",
     ),
-    deterministic: bool | None = opt.option(
+    deterministic: bool | None = option(
         None,
         "Backward: choose the kernels as backward(deterministic=...) does. Default: those of "
         "--algorithm.",
@@ -95,7 +96,7 @@ def dram(
     decoding: opt.Decoding,
     sizes: opt.Sizes = opt.LAYER,
     algorithm: opt.Algorithm = "flash2",
-    l2_sizes: list[float] | None = opt.option(
+    l2_sizes: list[float] | None = option(
         None, "Also show DRAM bytes for these L2 sizes in MiB, e.g. 10,20,50.", panel="L2 cache"
     ),
 ) -> Tables:
@@ -111,12 +112,11 @@ def dram(
 
 
 def verify(
+    typed: typer.Context,
     mask: opt.Mask,
-    form: opt.Format,
-    from_: Path | None = opt.option(
-        None, "Read this saved Nsight Compute CSV instead of measuring."
-    ),
-    summary: Path | None = opt.option(
+    form: Format,
+    from_: Path | None = option(None, "Read this saved Nsight Compute CSV instead of measuring."),
+    summary: Path | None = option(
         None,
         "Only summarize a table written by benchmarks/verify.py, such as "
         "docs/data/verify-h200.csv.",
@@ -126,22 +126,20 @@ def verify(
     how: opt.Passes = opt.Passes(device=_HERE),
     cache: opt.L2 = opt.L2(launch="grouped"),
     backend: opt.Backend = "cupy",
-    kernel: str | None = opt.option(
+    kernel: str | None = option(
         None,
         "Kernels of the backend. cupy: hopper or portable; numba_cuda: hopper, tensor or "
         "teaching. Default: the fastest kernels that run on this GPU.",
     ),
-    save: Path | None = opt.option(
+    save: Path | None = option(
         None, "Save Nsight Compute's CSV and, next to it, the bytes that the kernels reported."
     ),
-    soak: int | None = opt.option(
+    soak: int | None = option(
         None,
         "Run this many random shapes and show the largest errors; exit with status 1 if any "
         "exceeds its target.",
     ),
-    seed: int = opt.option(0, "Seed for drawing the shapes of --soak."),
-    *,
-    typed: typer.Context,
+    seed: int = option(0, "Seed for drawing the shapes of --soak."),
 ) -> None:
     """Compare predicted bytes with hardware counters, kernel by kernel.
 
@@ -153,13 +151,13 @@ def verify(
     from flashsim.studies import verify as verification
 
     if summary is not None:
-        opt.refuse_unused(typed, "--summary", only=["summary"])
+        refuse_unused(typed, "--summary", only=["summary"])
         tables = verification.summary(values.read_text(summary))
         show((tables, tables[-1:]), form)
         return
     if soak is not None:
         drawn = ["seed", "device", "kernel", "save"] if from_ is None else ["from_"]
-        opt.refuse_unused(typed, "--soak", only=["soak", *drawn])
+        refuse_unused(typed, "--soak", only=["soak", *drawn])
         kernels = ("hopper", "portable") if kernel is None else (kernel,)
         cases = verification.draw(soak, seed=seed, device=how.device, kernels=kernels)
         kept = _measured(cases, save) if from_ is None else verification.Record.load(from_)
@@ -170,7 +168,7 @@ def verify(
         return
     model = cache.model()
     if from_ is not None and from_.is_file() and verification.counts_beside(from_).exists():
-        opt.refuse_unused(typed, "a table that records what ran", only=["from_", *vars(cache)])
+        refuse_unused(typed, "a table that records what ran", only=["from_", *vars(cache)])
         kept = verification.Record.load(from_)
         verified = [
             verification.verify(each, str(entry), l2=model).table()
@@ -179,17 +177,17 @@ def verify(
         show(verified, form)
         return
     if from_ is not None:
-        opt.refuse_unused(typed, "--from, which measures nothing", never=["save"])
-    opt.refuse_unused(typed, "a run without --soak", never=["seed"])
+        refuse_unused(typed, "--from, which measures nothing", never=["save"])
+    refuse_unused(typed, "a run without --soak", never=["seed"])
     problem = values.problem(sizes, mask)
     tiles = values.tilings(how, problem, [algorithm])
     case = verification.Case(
-        *(problem, algorithm, backend, how.device, kernel, tiles),
+        *(problem, algorithm, backend, how.device, kernel),
+        (tiles["forward"], tiles.get("backward")),
         backward=(None,) if how.backward else (),
     )
     if from_ is not None:
-        directions = ("forward", "backward") if how.backward else ("forward",)
-        if None in tiles[: len(directions)]:
+        if None in tiles.values():
             raise OptionError(
                 "--from needs the tile sizes of the measured run: pass --tiling and "
                 "--backward-tiling (or, for a table of benchmarks/verify.py, --summary instead "
@@ -202,8 +200,7 @@ def verify(
                 "was measured, as files written by --save do; pass the GPU's name as --device"
             )
         predictions = [
-            verification.predict(problem, algorithm, d, t, how.device)
-            for d, t in zip(directions, tiles, strict=False)
+            verification.predict(problem, algorithm, d, t, how.device) for d, t in tiles.items()
         ]
         passes = verification.assign(predictions, launches)
     else:
@@ -224,8 +221,8 @@ def _measured(cases: Any, save: Path | None) -> Any:
 
 
 def calibrate(
-    units: Path | None = opt.option(None, "Read an earlier output of --csv, instead of measuring."),
-    device: str | None = opt.option(
+    units: Path | None = option(None, "Read an earlier output of --csv, instead of measuring."),
+    device: str | None = option(
         None, "With --units: the GPU on which the units were measured. Default: H200."
     ),
 ) -> Tables:
@@ -288,48 +285,42 @@ def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class Distributed:
+    """Options for the GPUs of a group and their links: arguments of `studies.predict.spread`."""
+
+    panel = "How"
+    ranks: int = in_bundle(8, "Number of GPUs (ranks).", "-r")
+    scheme: str = in_bundle("zigzag", f"How the work is distributed: {', '.join(SCHEMES)}.")
+    ulysses: int | None = in_bundle(
+        None, "usp only: number of GPUs that exchange heads with each other."
+    )
+    direction: str = in_bundle("forward", opt.PASS)
+    algorithm: str = in_bundle("flash2-fused", opt.ALGORITHM, "-a")
+    device: str = in_bundle("H200", opt.GPU)
+    link: str | None = in_bundle(
+        None, f"Link inside a host: {', '.join(LINKS)}. Default: the device's."
+    )
+    network: str = in_bundle("InfiniBand NDR", "Link between hosts; the names are those of --link.")
+    host: int = in_bundle(8, "Number of GPUs per host.")
+
+    def __post_init__(self) -> None:
+        opt.one_pass(self.direction)
+
+
 def ring(
     sizes: opt.Sizes = _LONG,
     causal: opt.Causal = False,
-    ranks: int = opt.option(8, "Number of GPUs (ranks).", "-r", panel="How"),
-    scheme: str = opt.option(
-        "zigzag", f"How the work is distributed: {', '.join(SCHEMES)}.", panel="How"
-    ),
-    ulysses: int | None = opt.option(
-        None, "usp only: number of GPUs that exchange heads with each other.", panel="How"
-    ),
-    direction: opt.Direction = "forward",
-    algorithm: opt.Algorithm = "flash2-fused",
-    rank: int | None = opt.option(None, "Show the steps of this rank (GPU).", panel=opt.OUTPUT),
-    device: opt.Device = "H200",
-    link: str | None = opt.option(
-        None, f"Link inside a host: {', '.join(LINKS)}. Default: the device's.", panel="How"
-    ),
-    network: str = opt.option(
-        "InfiniBand NDR", "Link between hosts; the names are those of --link.", panel="How"
-    ),
-    host: int = opt.option(8, "Number of GPUs per host.", panel="How"),
-    out: Path | None = opt.option(
-        None, "Animation to write: .gif, .mp4 or .html.", "-o", panel=opt.OUTPUT
-    ),
+    group: Distributed = Distributed(),
+    rank: int | None = option(None, "Show the steps of this rank (GPU).", panel=OUTPUT),
+    out: Path | None = option(None, "Animation to write: .gif, .mp4 or .html.", "-o", panel=OUTPUT),
 ) -> Tables:
     """Count what each of several GPUs holds, sends and computes for attention; predict the time."""
     from flashsim.studies.predict import spread
 
     ready(out, (".gif", ".mp4", ".html"))
     problem = values.problem(sizes, opt.Scores(causal=causal))
-    prediction = spread(
-        problem,
-        ranks=ranks,
-        scheme=scheme,
-        ulysses=ulysses,
-        direction=opt.one_pass(direction),
-        algorithm=algorithm,
-        device=device,
-        link=link,
-        network=network,
-        host=host,
-    )
+    prediction = spread(problem, **vars(group))
     account = prediction.account
     tables = [account.table() if rank is None else account.rank_table(rank), prediction.table()]
     if out is not None:

@@ -17,6 +17,7 @@ from flashsim.api.warm import ALGORITHMS, DIRECTIONS
 from flashsim.api.warm import warm as compile_ahead
 from flashsim.cli import options as opt
 from flashsim.cli import values
+from flashsim.cli.declare import Format, each, option, refuse_unused
 from flashsim.cli.output import Tables, draw, ready_to_draw, say, show, working
 from flashsim.counts import questions
 from flashsim.errors import MemoryModelError, OptionError
@@ -27,7 +28,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.split_kv import fill
 
 
-def demo(out: Path = opt.option(Path("out"), "Folder for the files.", "-o")) -> None:
+def demo(out: Path = option(Path("out"), "Folder for the files.", "-o")) -> None:
     """Run attention on a real model's tensors, check the output, and compare algorithms."""
     from flashsim.cli.pictures import demo_figures
     from flashsim.studies.demo import LIMIT, in_a_sentence
@@ -49,45 +50,36 @@ def demo(out: Path = opt.option(Path("out"), "Folder for the files.", "-o")) -> 
 
 
 def walkthrough(
+    typed: typer.Context,
     name: str | None = typer.Argument(
         None, help="Name of the walkthrough. Leave it out to list the names."
     ),
-    logits: list[float] | None = opt.option(
+    logits: list[float] | None = option(
         None, "softmax: the logits, separated by commas. Default: 70,80,90."
     ),
-    chunk: int | None = opt.option(
-        None, "softmax: logits per step of the online softmax. Default: 1."
-    ),
-    subnormals: bool = opt.option(False, "softmax: keep subnormal numbers, as NumPy does."),
-    n_q: int | None = opt.option(
+    chunk: int | None = option(None, "softmax: logits per step of the online softmax. Default: 1."),
+    subnormals: bool = option(False, "softmax: keep subnormal numbers, as NumPy does."),
+    n_q: int | None = option(
         None, "All walkthroughs except softmax: number of queries and keys.", "-n"
     ),
-    head_dim: int | None = opt.option(
-        None, "All walkthroughs except softmax: width of a row.", "-d"
-    ),
-    tiling: str | None = opt.option(None, "tiles, corrections: tile size, QUERIESxKEYS.", "-t"),
-    row: int | None = opt.option(None, "tiles: which query row to follow. Default: the last."),
-    causal: bool = opt.option(False, "tiles: use a causal mask."),
-    dtype: str | None = opt.option(None, "reread: element type of P. Default: float32."),
-    seed: int | None = opt.option(
-        None, "tiles, delta: seed for drawing random tensors. Default: 0."
-    ),
-    *,
-    typed: typer.Context,
+    head_dim: int | None = option(None, "All walkthroughs except softmax: width of a row.", "-d"),
+    tiling: str | None = option(None, "tiles, corrections: tile size, QUERIESxKEYS.", "-t"),
+    row: int | None = option(None, "tiles: which query row to follow. Default: the last."),
+    causal: bool = option(False, "tiles: use a causal mask."),
+    dtype: str | None = option(None, "reread: element type of P. Default: float32."),
+    seed: int | None = option(None, "tiles, delta: seed for drawing random tensors. Default: 0."),
 ) -> Tables:
     """Show each step of softmax and FlashAttention on a few small numbers."""
     from flashsim.studies import walkthrough as walks
 
     if name is None:
-        opt.refuse_unused(typed, "the list of walkthroughs", only=())
+        refuse_unused(typed, "the list of walkthroughs", only=())
         return report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
     walk: Callable[..., report.Table] = getattr(
         walks, checks.one_of("walkthrough", name, walks.NAMES)
     )
     takes = inspect.signature(walk).parameters
-    opt.refuse_unused(
-        typed, f"the walkthrough {name}", only={"n_q" if x == "n" else x for x in takes}
-    )
+    refuse_unused(typed, f"the walkthrough {name}", only={"n_q" if x == "n" else x for x in takes})
     arguments: dict[str, Any] = {
         "logits": [70.0, 80.0, 90.0] if logits is None else logits,
         "tiling": None if tiling is None else values.tiling(tiling, head_dim or 64, causal),
@@ -99,13 +91,13 @@ def walkthrough(
 
 def ladder(
     sizes: opt.Lengths = opt.Lengths(n_q=512, head_dim=64, dtype="float32"),
-    tiling: str = opt.option("32x64", "Tile size, QUERIESxKEYS.", "-t"),
+    tiling: str = option("32x64", "Tile size, QUERIESxKEYS.", "-t"),
     device: opt.Device = "H100",
-    rungs: list[str] | None = opt.option(
+    rungs: list[str] | None = option(
         None, "Names of the rungs to show, separated by commas. Default: all."
     ),
-    magnify: float = opt.option(1.0, "Factor that multiplies Q, to make scores large."),
-    seed: int = opt.option(0, "Seed for drawing random tensors."),
+    magnify: float = option(1.0, "Factor that multiplies Q, to make scores large."),
+    seed: int = option(0, "Seed for drawing random tensors."),
 ) -> Tables:
     """Go from a naive softmax to FlashAttention; each step is run, counted and predicted."""
     from flashsim.studies import ladder as rungs_of
@@ -117,22 +109,19 @@ def ladder(
         climb = rungs_of.climb(
             **{"n_kv": asked["n_q"], **asked},
             tiling=values.tiling(tiling, asked["head_dim"], False),
-            device=device,
-            rungs=names,
-            magnify=magnify,
-            seed=seed,
+            **{"device": device, "rungs": names, "magnify": magnify, "seed": seed},
         )
     return climb.table()
 
 
 def softmax_matmul(
-    batch: int = opt.option(16, "Number of matrices.", "-b"),
-    d1: int = opt.option(2048, "Rows of X."),
-    d2: int = opt.option(1024, "Columns of X, along which softmax runs."),
-    d3: int = opt.option(512, "Columns of V, up to 512."),
-    block: int = opt.option(64, "Rows of X per tile."),
-    block_2: int | None = opt.option(None, "Columns of X per tile. Default: as many as rows."),
-    run: bool = opt.option(
+    batch: int = option(16, "Number of matrices.", "-b"),
+    d1: int = option(2048, "Rows of X."),
+    d2: int = option(1024, "Columns of X, along which softmax runs."),
+    d3: int = option(512, "Columns of V, up to 512."),
+    block: int = option(64, "Rows of X per tile."),
+    block_2: int | None = option(None, "Columns of X per tile. Default: as many as rows."),
+    run: bool = option(
         False, "Also simulate on random matrices, and show the results beside the formula's."
     ),
 ) -> Tables:
@@ -162,45 +151,33 @@ def softmax_matmul(
 
 
 def precision(
-    n_q: list[int] = opt.option("256,1024", "Number of queries and keys.", "-n"),
-    head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
-    dtype: str = opt.option("bfloat16", "The lower-precision type to which values are rounded."),
-    kinds: list[str] | None = opt.option(
-        None, "Kinds of inputs, separated by commas. Default: all."
-    ),
-    points: list[str] | None = opt.option(
-        None, "Rounding points, separated by commas. Default: all."
-    ),
+    typed: typer.Context,
+    n_q: list[int] = option("256,1024", "Number of queries and keys.", "-n"),
+    head_dim: int = option(64, "Width of a row of Q and K.", "-d"),
+    dtype: str = option("bfloat16", "The lower-precision type to which values are rounded."),
+    kinds: list[str] | None = option(None, "Kinds of inputs, separated by commas. Default: all."),
+    points: list[str] | None = option(None, "Rounding points, separated by commas. Default: all."),
     algorithm: opt.Algorithm = "flash2",
     causal: opt.Causal = False,
-    seed: int = opt.option(0, "Seed for drawing random tensors."),
-    published: bool = opt.option(
+    seed: int = option(0, "Seed for drawing random tensors."),
+    published: bool = option(
         False, "Instead, round all the values together that published kernels round."
     ),
     plot: opt.Plot = None,
-    *,
-    typed: typer.Context,
 ) -> Tables:
     """Measure each rounding's error: round one value at a time, and compare with float64."""
     from flashsim.studies import precision as lab
 
     ready_to_draw(plot)
+    how: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "seed": seed}
     if published:
         never = ("kinds", "points", "algorithm", "causal", "plot")
-        opt.refuse_unused(typed, "--published, which rounds fixed sets of values", never=never)
+        refuse_unused(typed, "--published, which rounds fixed sets of values", never=never)
         with working("rounding"):
-            return [lab.presets(n, dtype=dtype, head_dim=head_dim, seed=seed) for n in n_q]
+            return [lab.presets(n, **how) for n in n_q]
+    how |= {"kinds": kinds, "points": points, "algorithm": algorithm, "causal": causal}
     with working("rounding"):
-        measured = lab.laboratory(
-            n_q,
-            dtype=dtype,
-            kinds=kinds,
-            points=points,
-            algorithm=algorithm,
-            head_dim=head_dim,
-            causal=causal,
-            seed=seed,
-        )
+        measured = lab.laboratory(n_q, **how)
     if plot is not None:
         draw("precision", measured, plot, {})
     return measured.tables(), [measured.table()]
@@ -210,15 +187,13 @@ def banks(
     pattern: str | None = typer.Argument(
         None, help="Access pattern. Default: all; with --plot: column."
     ),
-    dtype: str | None = opt.option(
-        None, "Element type. Default: float32, and bfloat16 for ldmatrix."
-    ),
-    columns: int | None = opt.option(None, "Elements per row. Default: 128 bytes of elements."),
-    pad: int | None = opt.option(
+    dtype: str | None = option(None, "Element type. Default: float32, and bfloat16 for ldmatrix."),
+    columns: int | None = option(None, "Elements per row. Default: 128 bytes of elements."),
+    pad: int | None = option(
         None, "Elements of padding per row. Default: 1, or 16 bytes for ldmatrix."
     ),
     plot: opt.Plot = None,
-    theme: str | None = opt.option(None, "Colors of --plot: light or dark. Default: light."),
+    theme: str | None = option(None, "Colors of --plot: light or dark. Default: light."),
 ) -> Tables:
     """Count bank conflicts and memory sectors of a warp's request, for each layout of a tile."""
     from flashsim.studies import banks as on_chip
@@ -237,21 +212,20 @@ def banks(
 
 
 def blocks(
+    typed: typer.Context,
     mask: opt.Mask,
     sizes: opt.Sizes = opt.BATCH,
-    sides: list[int] = opt.option(
+    sides: list[int] = option(
         "32,64,128", "Tile sides to try, separated by commas; every pair of sides is a tile."
     ),
     algorithm: opt.Algorithm = "flash2",
     direction: opt.Direction = "forward",
-    stages: str | None = opt.option(
+    stages: str | None = option(
         None, "Backward only: one tile size per kernel, e.g. dkdv=64x128,dq=128x64."
     ),
     device: opt.Device = "H200",
     plot: opt.Plot = None,
-    stage: str | None = opt.option(None, "Kernel (stage) that --plot shows. Default: the first."),
-    *,
-    typed: typer.Context,
+    stage: str | None = option(None, "Kernel (stage) that --plot shows. Default: the first."),
 ) -> Tables:
     """Compare tile sizes: iterations, blocks per SM, bytes and predicted time of each kernel."""
     from flashsim.studies import blocks as tiles
@@ -261,7 +235,7 @@ def blocks(
         raise OptionError("--stage chooses the kernel to plot, so it needs --plot FILE")
     problem = values.problem(sizes, mask)
     if stages is not None:
-        opt.refuse_unused(typed, "--stages, which names the tiles", never=["sides"])
+        refuse_unused(typed, "--stages, which names the tiles", never=["sides"])
         tilings = {}
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
@@ -279,21 +253,20 @@ def blocks(
 
 
 def when(
+    typed: typer.Context,
     mask: opt.Mask,
     sizes: opt.Sizes = opt.BATCH,
-    n_q: list[int] = opt.option(
+    n_q: list[int] = option(
         *("128,256,512,1024,2048,4096,8192,16384", "Number of queries and keys.", "-n"),
-        *(opt.each(int), "Sizes"),
+        *(each(int), "Sizes"),
     ),
     direction: opt.Direction = "forward",
     device: opt.Device = "H200",
-    *,
-    typed: typer.Context,
 ) -> Tables:
     """Predict from which sequence length on FlashAttention is faster than standard attention."""
     from flashsim.studies import predict
 
-    opt.refuse_unused(typed, "`study when`, which has as many keys as queries", never=["n_kv"])
+    refuse_unused(typed, "`study when`, which has as many keys as queries", never=["n_kv"])
     problem, direction = values.problem(sizes, mask), opt.one_pass(direction)
     return predict.when(problem, n_q, direction=direction, device=device)
 
@@ -313,7 +286,7 @@ def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -
     """
     if sizes.given():
         return _filled(sizes, decoding)
-    opt.refuse_unused(typed, "a list without sizes (pass sizes too)", only=())
+    refuse_unused(typed, "a list without sizes (pass sizes too)", only=())
     table = report.Table(
         "Devices",
         (
@@ -335,11 +308,11 @@ def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -
 
 
 def reproduce(
-    form: opt.Format,
+    form: Format,
     name: str | None = typer.Argument(
         None, help="Name of the text, or `all`. Leave it out to list the names."
     ),
-    plot: Path | None = opt.option(None, "pallas: also write its roofline plot to this file."),
+    plot: Path | None = option(None, "pallas: also write its roofline plot to this file."),
 ) -> None:
     """Recompute published numbers: show the paper's, flashsim's, and why they differ."""
     from flashsim.studies import reproduce as pages
@@ -357,9 +330,9 @@ def reproduce(
         show((tables, tables[:1]), form)
         return
     collected: list[report.Table] = []
-    for each in pages.NAMES if name == "all" else (name,):
-        with working(f"recomputing {each}"):
-            tables = pages.tables(each)
+    for page in pages.NAMES if name == "all" else (name,):
+        with working(f"recomputing {page}"):
+            tables = pages.tables(page)
         if form.json or form.csv:  # one JSON array, or one CSV header
             collected += tables
         else:
@@ -383,10 +356,10 @@ def claims(
 
 
 def warm(
-    dtype: str = opt.option("float32", "Element type of Q, K and V."),
-    head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
-    direction: str = opt.option("all", f"Kernels to compile: {', '.join(DIRECTIONS)}."),
-    algorithm: str = opt.option("flash2-fused", f"{', '.join(ALGORITHMS)}.", "-a"),
+    dtype: str = option("float32", "Element type of Q, K and V."),
+    head_dim: int = option(64, "Width of a row of Q and K.", "-d"),
+    direction: str = option("all", f"Kernels to compile: {', '.join(DIRECTIONS)}."),
+    algorithm: str = option("flash2-fused", f"{', '.join(ALGORITHMS)}.", "-a"),
 ) -> Tables:
     """Compile the CPU engine (backend numba) ahead of time; print the compiled code's folder."""
     with working("compiling the CPU engine"):

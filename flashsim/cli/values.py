@@ -16,6 +16,7 @@ from flashsim.api.quantize import quantize
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.api.scales import UNSCALED
 from flashsim.cli import options as opt
+from flashsim.cli.declare import flag, pair
 from flashsim.counts.traffic import Traffic, compulsory
 from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
 from flashsim.problem import checks
@@ -238,7 +239,7 @@ def window(mask: opt.Mask) -> tuple[int, int] | None:
 
 def flags(names: Iterable[str]) -> str:
     """Return the names of options in the form that the user types, for error messages."""
-    return ", ".join(map(opt.flag, names))
+    return ", ".join(map(flag, names))
 
 
 def _read_file(file: Path) -> Arrays:
@@ -262,7 +263,7 @@ def _read_file(file: Path) -> Arrays:
 def parse_size(name: str, text: str) -> tuple[float, float]:
     """Parse a size ``WIDTHxHEIGHT`` in inches."""
     takes = "WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
-    size = opt.pair("x", float, takes)(name, text)
+    size = pair("x", float, takes)(name, text)
     if not all(1 <= side <= 100 for side in size):
         raise OptionError(f"{name} must be {takes}, got {text!r}")
     return size
@@ -272,7 +273,7 @@ def parse_window(text: str) -> tuple[int, int] | None:
     """Parse a window ``LEFT:RIGHT``, or "none"."""
     if text == "none":
         return None
-    return opt.pair(":", int, "LEFT:RIGHT, e.g. 128:0 (-1 means no limit)")("--window", text)
+    return pair(":", int, "LEFT:RIGHT, e.g. 128:0 (-1 means no limit)")("--window", text)
 
 
 def parse_mask(text: str) -> bool:
@@ -286,7 +287,7 @@ def parse_tiling(text: str) -> Tiling | str:
     if text == "fit" or text in PRESETS:
         return text
     takes = f"QUERIESxKEYS, e.g. 128x64, or a name from {choices(text, ('fit', *PRESETS))}"
-    return Tiling(*opt.pair("x", int, takes)("--tiling", text))
+    return Tiling(*pair("x", int, takes)("--tiling", text))
 
 
 def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
@@ -297,23 +298,20 @@ def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
     return None if parsed == "fit" else Tiling.preset(parsed, head_dim, causal=causal)
 
 
-def tilings(
-    how: opt.Passes, whole: Problem, algorithms: Sequence[str]
-) -> tuple[Tiling | None, Tiling | None]:
-    """Return the tilings of the forward and of the backward pass."""
+def tilings(how: opt.Passes, whole: Problem, algorithms: Sequence[str]) -> dict[str, Tiling | None]:
+    """Return the tiling of each pass, by direction."""
     if how.backward_tiling not in ("fit", "same") and not how.backward:
         raise OptionError(
             "--backward-tiling sets the tiles of the backward pass, so it needs --backward; "
             "pass --backward too"
         )
-    directions = ("forward", "backward") if how.backward else ("forward",)
-    forward, backward = (
-        Tiling.common(whole, device(how), algorithms, directions)
+    texts = {"forward": how.tiling, **({"backward": how.backward_tiling} if how.backward else {})}
+    return {
+        direction: Tiling.common(whole, device(how), algorithms, [*texts])
         if text == "same"
         else tiling(text, whole.head_dim, whole.causal)
-        for text in (how.tiling, how.backward_tiling)
-    )
-    return forward, backward
+        for direction, text in texts.items()
+    }
 
 
 def one_tiling(

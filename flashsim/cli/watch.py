@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from flashsim.cli import options as opt
+from flashsim.cli.declare import Format, option
 from flashsim.cli.output import show
 from flashsim.problem.hardware import Device
 
 
 def watch(
-    form: opt.Format,
+    form: Format,
     script: Annotated[
         Path, typer.Argument(help="The Python program to run.", exists=True, dir_okay=False)
     ],
@@ -21,7 +22,7 @@ def watch(
         None, help="The program's own arguments, after --."
     ),
     device: opt.Device = "H100",
-    measure: bool = opt.option(False, "Also measure the calls' times with torch's profiler."),
+    measure: bool = option(False, "Also measure the calls' times with torch's profiler."),
 ) -> None:
     """Run a program that uses PyTorch, and count every attention call that it makes.
 

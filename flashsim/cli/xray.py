@@ -8,13 +8,15 @@ import typer
 
 from flashsim.cli import options as opt
 from flashsim.cli import values
+from flashsim.cli.declare import Format, option, refuse_unused
 from flashsim.cli.output import draw, ready, ready_to_draw, say, show, working
 from flashsim.errors import OptionError
 from flashsim.report import Table
 
 
 def xray(
-    form: opt.Format,
+    typed: typer.Context,
+    form: Format,
     mask: opt.Mask,
     program: Annotated[
         Path | None, typer.Argument(help="The Python program to run.", exists=True, dir_okay=False)
@@ -23,28 +25,24 @@ def xray(
         None, help="The program's own arguments, after --."
     ),
     sizes: opt.Sizes = opt.Sizes(),
-    direction: str = opt.option(
+    direction: str = option(
         "forward", "With --kernel: the pass that it computes, forward or backward."
     ),
-    kernel: str | None = opt.option(
+    kernel: str | None = option(
         None,
         "Measure kernels whose names match this regular expression; the other options set their "
         "shape. Use it for kernels that `flashsim watch` does not see.",
     ),
-    device: str | None = opt.option(
+    device: str | None = option(
         None, "flashsim's device for the GPU. Default: the device that matches the GPU."
     ),
-    launches: int = opt.option(200, "The most kernels to measure."),
-    save: Path | None = opt.option(
-        None, "Save the measurements, which --from reads on any machine."
-    ),
-    from_: Path | None = opt.option(None, "Read a file that --save wrote, instead of measuring."),
-    plot: Path | None = opt.option(
+    launches: int = option(200, "The most kernels to measure."),
+    save: Path | None = option(None, "Save the measurements, which --from reads on any machine."),
+    from_: Path | None = option(None, "Read a file that --save wrote, instead of measuring."),
+    plot: Path | None = option(
         None, "Also plot the measured bytes that identify the tile sizes: PNG, SVG or PDF."
     ),
-    page: Path | None = opt.option(None, "Also write a report as an HTML page."),
-    *,
-    typed: typer.Context,
+    page: Path | None = option(None, "Also write a report as an HTML page."),
 ) -> None:
     """Measure the bytes that a program's attention kernels move, and infer the kernels' tile sizes.
 
@@ -62,7 +60,7 @@ def xray(
             "pass either a program to run, or --from FILE with a file that --save wrote"
         )
     if from_ is not None:
-        opt.refuse_unused(typed, "--from", only=["from_", "plot", "page", "device"])
+        refuse_unused(typed, "--from", only=["from_", "plot", "page", "device"])
         try:
             record = studies.Profile.load(from_)
         except OSError as error:
@@ -73,7 +71,7 @@ def xray(
         with working("measuring: each kernel runs several times"):
             if kernel is None:
                 unused = [*vars(sizes), *vars(mask), "direction"]
-                opt.refuse_unused(typed, "a program whose calls are seen", never=unused)
+                refuse_unused(typed, "a program whose calls are seen", never=unused)
                 record = studies.measure(program, arguments or (), device=device, launches=launches)
             else:
                 if sizes.n_q is None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.cuda.simulator import SECTOR, WARP, BlockAccess, BlockWatch, run_watched
+from flashsim.cuda.simulator import SECTOR, WARP, BlockAccess, BlockWatch, address, run_watched
 from flashsim.errors import OptionError, own_errors
 from flashsim.own_kernels import ATOMIC, LOAD, STORE, KernelTrace, Recorder
-from flashsim.own_kernels.names import labels
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 
@@ -68,47 +67,31 @@ def trace(
         )
     watch, arrays = run_watched(kernel, args)
     function = kernel.fn
-    parameters = list(inspect.signature(function).parameters)
-    recorder = Recorder(f"numba {_version(kernel)}, CUDA simulator")
-    codes: list[int] = []
-    for parameter, array in zip(parameters, arrays, strict=False):
-        if array is not None:
-            codes.append(_tensor(recorder, parameter, array, codes))
-    held = [(p, a) for p, a in zip(parameters, arrays, strict=False) if a is not None]
+    pairs = zip(args, arrays, strict=True)
+    given = dict(zip(inspect.signature(function).parameters, pairs, strict=False))
+    held = {name: array for name, (_, array) in given.items() if array is not None}
+    package = __import__(type(kernel).__module__.partition(".")[0])
+    version = getattr(package, "__version__", "")
+    recorder = Recorder(f"numba {version}, CUDA simulator")
+    codes: dict[str, int] = {}
+    for parameter, array in held.items():
+        codes[parameter] = _tensor(recorder, parameter, array, list(codes.values()))
     recorder.launch(
         function.__name__,
         kernel.grid_dim,
-        arguments={p: code for (p, _), code in zip(held, codes, strict=True)},
-        constants={
-            p: arg for p, arg, a in zip(parameters, args, arrays, strict=False) if a is None
-        },
+        arguments=codes,
+        constants={name: arg for name, (arg, _) in given.items() if name not in held},
         file=function.__code__.co_filename,
         line=function.__code__.co_firstlineno,
     )
     recorder.held(
-        {
-            f"shared line {line}": (array.shape, array.nbytes)
-            for (_, line), array in watch.shared.items()
-        }
+        {f"shared line {line}": (x.shape, x.nbytes) for (_, line), x in watch.shared.items()}
     )
-    _note(recorder, watch, codes, [p for p, _ in held])
-    record = recorder.done()
-    found = labels([tensor.name for tensor in record.tensors], names)
-    values = dict(zip(codes, (array for _, array in held), strict=True))
-    return KernelTrace(
-        record,
-        names=names,
-        problem=problem,
-        device=device,
-        name=name,
-        outputs={found[code]: values[code].copy() for code in record.stored},
-        values=[values[code].copy() for code in range(len(found))],
-    )
-
-
-def _version(kernel: Any) -> str:
-    package = __import__(type(kernel).__module__.partition(".")[0])
-    return str(getattr(package, "__version__", ""))
+    _note(recorder, watch, list(codes.items()))
+    by_code = {codes[name]: array.copy() for name, array in held.items()}
+    values = [by_code[code] for code in sorted(by_code)]
+    how: Any = {"names": names, "problem": problem, "device": device, "name": name}
+    return KernelTrace(recorder.done(), values=values, **how)
 
 
 def _tensor(recorder: Recorder, name: str, array: np.ndarray, before: Sequence[int]) -> int:
@@ -116,37 +99,32 @@ def _tensor(recorder: Recorder, name: str, array: np.ndarray, before: Sequence[i
     whole = array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
-    start = array.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-    strides = [step // array.itemsize for step in array.strides]
     return recorder.tensor(
-        *(name, array.shape, strides, array.dtype.name, array.itemsize),
+        *(name, array.shape, [step // array.itemsize for step in array.strides]),
+        *(array.dtype.name, array.itemsize),
         buffer=id(whole),
-        start=start,
+        start=address(array) - address(whole),
         unlike=before,
     )
 
 
-def _note(
-    recorder: Recorder, watch: BlockWatch, codes: Sequence[int], names: Sequence[str]
-) -> None:
+def _note(recorder: Recorder, watch: BlockWatch, tensors: Sequence[tuple[str, int]]) -> None:
     """Pass a launch's accesses to the recorder, in the order in which a GPU launches the blocks."""
-    scattered: dict[tuple[str, int, str], list[BlockAccess]] = {}
+    scattered: dict[tuple[tuple[str, int], str], list[BlockAccess]] = {}
     for block in sorted(watch.accesses, key=lambda block: block[::-1]):
         recorder.program(block)
         for access in watch.accesses[block]:
-            line = (access.file, access.line)
+            name, code = tensors[access.tensor]
+            # L1 caches the elements that a block loaded before. Every store reaches L2.
+            sectors = None if access.kind == "load" else access.sectors
             recorder.access(
-                OPERATIONS[access.kind],
-                codes[access.tensor],
-                access.offsets,
+                *(OPERATIONS[access.kind], code, access.offsets),
                 outside=access.outside,
-                # L1 caches the elements that a block loaded before. Every store reaches L2.
-                sectors=None if access.kind == "load" else access.sectors,
-                line=line,
+                sectors=sectors,
+                line=access.line,
             )
-            key = (*line, names[access.tensor])
-            scattered.setdefault(key, []).append(access)
-    for (file, number, tensor), accesses in scattered.items():
+            scattered.setdefault((access.line, name), []).append(access)
+    for ((file, number), tensor), accesses in scattered.items():
         requests = sum(one.requests for one in accesses)
         sectors = sum(one.sectors for one in accesses)
         lanes = sum(one.offsets.size for one in accesses)

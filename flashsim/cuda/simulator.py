@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,18 +25,12 @@ WARP, SECTOR = 32, 32
 SWITCH = 5e-5
 
 
-class ThreadAccess(NamedTuple):
-    """One thread's access to one element of an array."""
-
-    kind: str
-    tensor: int
-    where: tuple[str, int]
-    phase: int
-    offset: int  # in elements, from the start of the tensor's memory; -1 if outside the tensor
+#: What a thread's accesses are merged by: the barriers that the thread had passed, the kind, the
+#: tensor's number, and the source line (file, number).
+Key = tuple[int, str, int, tuple[str, int]]
 
 
-@dataclass(frozen=True)
-class BlockAccess:
+class BlockAccess(NamedTuple):
     """The accesses of a thread block's threads from one source line, between two barriers.
 
     `offsets` has one accessed element per thread and execution of the source line, in no particular
@@ -45,12 +39,9 @@ class BlockAccess:
     accesses past the tensor's end.
     """
 
-    block: tuple[int, int, int]
     kind: str
     tensor: int
-    file: str
-    line: int
-    phase: int
+    line: tuple[str, int]
     offsets: np.ndarray
     outside: int
     requests: int
@@ -58,18 +49,13 @@ class BlockAccess:
 
 
 class WatchedArray:
-    """An array that records every element access of a kernel, including accesses through slices."""
+    """An array that records every element access of a kernel, including accesses through slices.
 
-    def __init__(
-        self,
-        watch: BlockWatch,
-        tensor: int,
-        array: np.ndarray,
-        start: int,
-        strides: tuple[int, ...],
-    ) -> None:
-        self._watch, self._tensor, self._array = watch, tensor, array
-        self._start, self._strides = start, strides
+    `start` is the offset of the array's first element in the tensor, in bytes.
+    """
+
+    def __init__(self, watch: BlockWatch, tensor: int, array: np.ndarray, start: int = 0) -> None:
+        self._watch, self._tensor, self._array, self._start = watch, tensor, array, start
         self.shape, self.ndim, self.size = array.shape, array.ndim, array.size
         self.dtype, self.strides = array.dtype, array.strides
 
@@ -79,9 +65,7 @@ class WatchedArray:
     @property
     def T(self) -> WatchedArray:
         """Return the array with its dimensions reversed."""
-        return WatchedArray(
-            self._watch, self._tensor, self._array.T, self._start, self._strides[::-1]
-        )
+        return WatchedArray(self._watch, self._tensor, self._array.T, self._start)
 
     def _element(self, index: Any) -> tuple[tuple[int, ...], int] | None:
         """Return an element's index as a tuple, and its offset in memory, or None for a slice."""
@@ -89,12 +73,12 @@ class WatchedArray:
         if len(one) != self.ndim or not all(isinstance(i, (int, np.integer)) for i in one):
             return None
         place = self._start
-        inside = True
-        for i, size, stride in zip(one, self.shape, self._strides, strict=True):
+        for i, size, stride in zip(one, self.shape, self.strides, strict=True):
             at = int(i) + size if i < 0 else int(i)
-            inside = inside and 0 <= at < size
+            if not 0 <= at < size:
+                return one, -1
             place += at * stride
-        return one, place if inside else -1
+        return one, place // self._array.itemsize
 
     def __getitem__(self, index: Any) -> Any:
         element = self._element(index)
@@ -128,12 +112,13 @@ class WatchedArray:
                 f"index {shown(index)} is not valid for an array of shape {self.shape}: use "
                 "integers and slices that lie within the array"
             )
-        moved = view.__array_interface__["data"][0] - self._array.__array_interface__["data"][0]
-        itemsize = self._array.itemsize
-        strides = tuple(s // itemsize for s in view.strides)
-        return WatchedArray(
-            self._watch, self._tensor, view, self._start + moved // itemsize, strides
-        )
+        moved = address(view) - address(self._array)
+        return WatchedArray(self._watch, self._tensor, view, self._start + moved)
+
+
+def address(array: np.ndarray) -> int:
+    """Return the memory address of an array's first element."""
+    return array.__array_interface__["data"][0]
 
 
 class BlockWatch:
@@ -146,7 +131,8 @@ class BlockWatch:
         #: Shared arrays by the file and the line that create them.
         self.shared: dict[tuple[str, int], np.ndarray] = {}
         self._block: tuple[int, int, int] | None = None
-        self._threads: dict[int, list[ThreadAccess]] = {}
+        #: By thread number: the accesses' keys, and their offsets in elements, -1 if outside.
+        self._threads: dict[int, list[tuple[Key, int]]] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
         self._first: dict[Any, int] = {}
@@ -154,8 +140,7 @@ class BlockWatch:
     def array(self, array: np.ndarray) -> WatchedArray:
         """Return a `WatchedArray` that records accesses to a kernel's argument."""
         self.itemsizes.append(array.itemsize)
-        strides = tuple(s // array.itemsize for s in array.strides)
-        return WatchedArray(self, len(self.itemsizes) - 1, array, 0, strides)
+        return WatchedArray(self, len(self.itemsizes) - 1, array)
 
     def note(self, kind: str, tensor: int, offset: int) -> None:
         """Record one access by the thread that calls this function."""
@@ -171,11 +156,10 @@ class BlockWatch:
         notes = getattr(self._local, "notes", None)
         if notes is None:
             notes = self._local.notes = self._begin()
-        thread = threading.current_thread()
-        where = (frame.f_code.co_filename, frame.f_lineno)
-        notes.append(ThreadAccess(kind, tensor, where, getattr(thread, "barriers", 0), offset))
+        phase = getattr(threading.current_thread(), "barriers", 0)
+        notes.append(((phase, kind, tensor, (frame.f_code.co_filename, frame.f_lineno)), offset))
 
-    def _begin(self) -> list[ThreadAccess]:
+    def _begin(self) -> list[tuple[Key, int]]:
         thread: Any = threading.current_thread()
         block = (int(thread.blockIdx.x), int(thread.blockIdx.y), int(thread.blockIdx.z))
         with self._lock:
@@ -188,41 +172,35 @@ class BlockWatch:
     def end_block(self) -> None:
         """Combine the records of a block's threads, after the block has ended."""
         if self._block is not None:
-            self.accesses[self._block] = merged(self._block, self._threads, self.itemsizes)
+            self.accesses[self._block] = merged(self._threads, self.itemsizes)
         self._threads = {}
 
 
 def merged(
-    block: tuple[int, int, int], threads: dict[int, list[ThreadAccess]], itemsizes: list[int]
+    threads: dict[int, list[tuple[Key, int]]], itemsizes: Sequence[int]
 ) -> list[BlockAccess]:
     """Return a thread block's accesses in program order, merged to `BlockAccess` objects."""
-    offsets: dict[tuple[int, str, int, tuple[str, int]], list[int]] = {}
-    places: dict[tuple[int, str, int, tuple[str, int]], int] = {}
-    requests: dict[tuple[Any, ...], set[int]] = {}
+    offsets: dict[Key, list[int]] = {}
+    places: dict[Key, int] = {}
+    requests: dict[Key, dict[tuple[int, int], set[int]]] = {}  # sectors by warp and execution
     for number in sorted(threads):
-        times: dict[Any, int] = {}
-        for place, note in enumerate(threads[number]):
-            key = (note.phase, note.kind, note.tensor, note.where)
-            offsets.setdefault(key, []).append(note.offset)
+        times: Counter[Key] = Counter()
+        for place, (key, offset) in enumerate(threads[number]):
+            offsets.setdefault(key, []).append(offset)
             places[key] = min(place, places.get(key, place))
-            times[key] = times.get(key, 0) + 1
-            if note.offset >= 0:
-                request = requests.setdefault((*key, number // WARP, times[key]), set())
-                request.add(note.offset * itemsizes[note.tensor] // SECTOR)
-    sums: dict[Any, list[int]] = {key: [0, 0] for key in offsets}
-    for request_key, sectors in requests.items():
-        total = sums[request_key[:4]]
-        total[0] += 1
-        total[1] += len(sectors)
+            times[key] += 1
+            if offset >= 0:
+                request = requests.setdefault(key, {}).setdefault(
+                    (number // WARP, times[key]), set()
+                )
+                request.add(offset * itemsizes[key[2]] // SECTOR)
     result = []
     for key in sorted(offsets, key=lambda key: (key[0], places[key], key[3], key[1])):
-        phase, kind, tensor, (file, line) = key
-        reached = np.asarray(offsets[key], np.int64)
-        outside = int((reached < 0).sum())
+        _, kind, tensor, line = key
+        reached, sectors = np.asarray(offsets[key], np.int64), requests.get(key, {}).values()
         inside = reached[reached >= 0]
-        result.append(
-            BlockAccess(block, kind, tensor, file, line, phase, inside, outside, *sums[key])
-        )
+        outside, total = len(reached) - len(inside), sum(map(len, sectors))
+        result.append(BlockAccess(kind, tensor, line, inside, outside, len(sectors), total))
     return result
 
 
@@ -276,12 +254,11 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
             "trace(kernel[grid, block], ...)"
         )
     watch = BlockWatch(simulator)
-    arrays: list[np.ndarray | None] = []
-    given = []
-    for number, arg in enumerate(args):
-        array = held(arg, number)
-        arrays.append(array)
-        given.append(arg if array is None else watch.array(array))
+    arrays = [held(arg, number) for number, arg in enumerate(args)]
+    given = [
+        arg if array is None else watch.array(array)
+        for arg, array in zip(args, arrays, strict=True)
+    ]
     try:
         with counted_barriers(simulator.BlockThread), atomic_shared_arrays():
             kernel(*given)

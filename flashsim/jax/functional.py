@@ -131,7 +131,9 @@ def attention(
     graphs = tuple((name, x.graph) for name, x in functions.items())
     question = Asked(request, deterministic, graphs)
     if key and given.ndim == 4 and not given.empty:
-        _keep_checked(key, _jitted(question, return_lse))
+        if len(_CHECKED) >= _MOST:
+            _CHECKED.clear()
+        _CHECKED[key] = _jitted(question, return_lse)
     operands = {"q": given.q, "k": given.k, "v": given.v, **traced}
     if given.bias is not None:
         operands["bias"] = given.bias
@@ -193,12 +195,6 @@ def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
     except TypeError:
         return ()
     return key
-
-
-def _keep_checked(key: tuple[Any, ...], function: Callable[..., Any]) -> None:
-    if len(_CHECKED) >= _MOST:
-        _CHECKED.clear()
-    _CHECKED[key] = function
 
 
 def taken(name: str, x: Any) -> jax.Array:

@@ -3,7 +3,7 @@
 Pallas's interpreters compile a kernel to XLA, and accesses inside XLA cannot be observed. So
 `Walker` evaluates the jaxpr, JAX's expression form of the traced function; JAX computes arithmetic
 on the CPU, in the kernel's types. Loads, stores and atomics of refs (Pallas's array references) are
-reported to an `Observer`.
+reported to `pallas.PallasNotes`.
 
 JAX's primitives are recognized by their names, and indexers by their fields, so no private module
 of JAX is imported.
@@ -16,7 +16,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,9 @@ from jax.extend.core import Literal
 from flashsim.errors import FlashSimError, UnsupportedError
 from flashsim.jax.loop_names import carried_names
 from flashsim.jax.refs import Lanes, Ref, locate, uninitialized
+
+if TYPE_CHECKING:
+    from flashsim.jax.pallas import PallasNotes
 
 #: Primitives that only call one jaxpr, and the parameters that may hold it.
 CALLS = {
@@ -63,19 +66,6 @@ class SourceLine(NamedTuple):
         return f"line {self.line} of {self.file}" if self.line else "an unknown line"
 
 
-class Observer(Protocol):
-    """The interface through which a `Walker` reports a kernel's accesses and work."""
-
-    def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """Report a "load", "store" or "reduce" of the lanes for which `kept` is True."""
-
-    def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Report that JAX computes a primitive outside of every kernel."""
-
-    def dot(self, flops: int, where: SourceLine) -> None:
-        """Report a matrix product of `flops` floating-point operations."""
-
-
 @dataclass(eq=False)
 class Equation:
     """One equation of a jaxpr, prepared for quick evaluation."""
@@ -93,9 +83,9 @@ class Walker:
     """Evaluates jaxprs. `launch` runs a `pallas_call`; `program` is the grid's current program."""
 
     def __init__(
-        self, observer: Observer, launch: Callable[[Walker, Any, list[Any]], list[Any]]
+        self, notes: PallasNotes, launch: Callable[[Walker, Any, list[Any]], list[Any]]
     ) -> None:
-        self.observer = observer
+        self.notes = notes
         self.launch = launch
         self.program: tuple[int, ...] | None = None  # without the axes that vmap added
         self.sizes: tuple[int, ...] = ()
@@ -126,31 +116,20 @@ class Walker:
         if known is not None:
             return known[1]
         read = {id(v) for e in jaxpr.eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
+        handlers = dict.fromkeys(CALLS, self._call) | dict.fromkeys(IGNORED, self._ignored)
+        handlers |= dict.fromkeys(REFUSED, self._refused)
         steps = []
         for equation in jaxpr.eqns:
-            name = equation.primitive.name
-            handler = getattr(self, f"_{name}", None)
-            if name in CALLS:
-                handler = self._call
-            elif name in IGNORED:
-                handler = self._ignored
-            elif name in REFUSED:
-                handler = self._refused
-            elif handler is None:
-                handler = self._bind
+            primitive, params = equation.primitive, equation.params
+            handler = handlers.get(primitive.name) or getattr(self, f"_{primitive.name}", None)
+            if handler is None:
+                handler, params = self._bind, primitive.get_bind_params(params)
             inputs = tuple(
                 (True, v.val) if isinstance(v, Literal) else (False, v) for v in equation.invars
             )
-            steps.append(
-                Equation(
-                    handler,
-                    equation,
-                    inputs,
-                    equation.primitive.multiple_results,
-                    bind_params(equation) if handler == self._bind else equation.params,
-                    any(id(v) in read for v in equation.outvars),
-                )
-            )
+            used = any(id(v) in read for v in equation.outvars)
+            many = primitive.multiple_results
+            steps.append(Equation(handler, equation, inputs, many, params, used))
         self._plans[id(jaxpr)] = (jaxpr, steps)  # keeps the jaxpr alive, so that its id is unique
         return steps
 
@@ -177,15 +156,15 @@ class Walker:
 
     def _cond(self, step: Equation, inputs: list[Any]) -> list[Any]:
         branches = step.params["branches"]
-        number = min(max(int(inputs[0]), 0), len(branches) - 1)
-        body = branches[number]
+        body = branches[min(max(int(inputs[0]), 0), len(branches) - 1)]
         return self.run(opened(body), closed_over(body), inputs[1:])
 
     def _while(self, step: Equation, inputs: list[Any]) -> list[Any]:
         params = step.params
         until, body = params["cond_jaxpr"], params["body_jaxpr"]
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        outer, inner, carry = split(inputs, first, second)
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        outer, inner, carry = inputs[:first], inputs[first:second], inputs[second:]
         while bool(self.run(opened(until), closed_over(until), [*outer, *carry])[0]):
             self._carries(body, len(inner), carry)
             carry = self.run(opened(body), closed_over(body), [*inner, *carry])
@@ -214,27 +193,25 @@ class Walker:
         params = step.params
         body, length = params["jaxpr"], params["length"]
         if "ft_in" in params:  # JAX 0.11
-            first, second, _ = map(len, params["ft_in"].unpack())
+            first, count, _ = map(len, params["ft_in"].unpack())
         else:
-            first, second = params["num_consts"], params["num_carry"]
-        consts, carry, rows = split(inputs, first, second)
-        order = range(length)
-        results: list[list[Any]] = [[] for _ in step.equation.outvars[len(carry) :]]
-        for i in reversed(order) if params["reverse"] else order:
+            first, count = params["num_consts"], params["num_carry"]
+        second = first + count
+        consts, carry, rows = inputs[:first], inputs[first:second], inputs[second:]
+        results: list[list[Any]] = [[] for _ in step.equation.outvars[count:]]
+        for i in range(length)[:: -1 if params["reverse"] else 1]:
             self._carries(body, first, carry)
-            done = self.run(
-                opened(body), closed_over(body), [*consts, *carry, *(row[i] for row in rows)]
-            )
-            carry = done[: len(carry)]
-            for result, value in zip(results, done[len(carry) :], strict=True):
+            inputs = [*consts, *carry, *(row[i] for row in rows)]
+            done = self.run(opened(body), closed_over(body), inputs)
+            carry = done[:count]
+            for result, value in zip(results, done[count:], strict=True):
                 result.append(value)
         self._carries(body, first, carry)
-        if params["reverse"]:
-            results = [result[::-1] for result in results]
         stacked = []
-        for result, variable in zip(results, step.equation.outvars[len(carry) :], strict=True):
+        for result, variable in zip(results, step.equation.outvars[count:], strict=True):
             empty = np.zeros(variable.aval.shape, variable.aval.dtype)
-            stacked.append(jax.numpy.stack(result) if result else jax.numpy.asarray(empty))
+            ordered = result[:: -1 if params["reverse"] else 1]
+            stacked.append(jax.numpy.stack(ordered) if result else jax.numpy.asarray(empty))
         return [*carry, *stacked]
 
     def _run_scoped(self, step: Equation, inputs: list[Any]) -> list[Any]:
@@ -247,7 +224,7 @@ class Walker:
                 "a Pallas kernel that calls another kernel cannot be traced; launch the two "
                 "kernels one after another"
             )
-        return self.launch(self, step, inputs)
+        return self.launch(self, step.equation, inputs)
 
     def _ignored(self, step: Equation, inputs: list[Any]) -> list[Any]:
         return []
@@ -259,16 +236,13 @@ class Walker:
     def _bind(self, step: Equation, inputs: list[Any]) -> Any:
         """Compute one primitive of a jaxpr with JAX itself."""
         primitive = step.equation.primitive
-        refs = any(isinstance(value, Ref) for value in inputs)
-        if refs or any(calls_a_kernel(body) for body in bodies(step.params)):
-            raise UnsupportedError(
-                f"flashsim cannot evaluate the primitive {primitive.name} "
-                + (
-                    "on a ref: read the ref into a value first"
-                    if refs
-                    else f"with a kernel inside it: call the kernel outside of {primitive.name}"
-                )
-            )
+        why = ""
+        if any(isinstance(value, Ref) for value in inputs):
+            why = "on a ref: read the ref into a value first"
+        elif any(calls_a_kernel(body) for body in bodies(step.params)):
+            why = f"with a kernel inside it: call the kernel outside of {primitive.name}"
+        if why:
+            raise UnsupportedError(f"flashsim cannot evaluate the primitive {primitive.name} {why}")
         try:
             with getattr(step.equation.ctx, "manager", None) or contextlib.nullcontext():
                 result = computed(primitive, inputs, step.params)
@@ -278,9 +252,9 @@ class Walker:
                 "it with jax.numpy while you trace"
             ) from None
         if self.program is None:
-            self.observer.outside(primitive.name, step.equation.outvars)
+            self.notes.outside(primitive.name, step.equation.outvars)
         elif primitive.name == "dot_general":
-            self.observer.dot(dot_flops(step.equation), self.where(step))
+            self.notes.dot(dot_flops(step.equation), self.where(step))
         return result
 
     # -- Pallas ----------------------------------------------------------------------------------
@@ -365,15 +339,10 @@ class Walker:
         return jax.numpy.asarray(old)
 
     def _dma_start(self, step: Equation, inputs: list[Any]) -> list[Any]:
-        parts = step.params["tree"].unflatten(inputs)
-        if len(parts) > 5:  # JAX 0.9: each ref is followed by its transforms
-            source, at, target, into, *_, device = parts
-            origin, goal = locate(source, at), locate(target, into)
-        else:
-            device = parts[4]
-            origin, goal = (
-                locate(getattr(r, "ref", r), getattr(r, "transforms", ())) for r in parts[:2]
-            )
+        source, target, _, _, device = step.params["tree"].unflatten(inputs)
+        origin, goal = (
+            locate(getattr(r, "ref", r), getattr(r, "transforms", ())) for r in (source, target)
+        )
         if device is not None or step.params.get("add"):
             raise UnsupportedError(
                 "a copy to another device, or a copy that adds, cannot be traced; use a plain "
@@ -385,7 +354,7 @@ class Walker:
         return []
 
     def _report(self, kind: str, step: Equation, lanes: Lanes, kept: np.ndarray | None) -> None:
-        self.observer.access(kind, lanes, kept, self.where(step))
+        self.notes.access(kind, lanes, kept, self.where(step))
 
 
 ATOMICS: dict[str, np.ufunc | None] = {
@@ -430,28 +399,6 @@ def calls_a_kernel(jaxpr: Any) -> bool:
     return any(
         e.primitive.name == "pallas_call" or any(calls_a_kernel(b) for b in bodies(e.params))
         for e in jaxpr.eqns
-    )
-
-
-def bind_params(equation: Any) -> dict[str, Any]:
-    """Return the parameters with which `bind` evaluates an equation."""
-    params = equation.primitive.get_bind_params(equation.params)
-    if isinstance(params, tuple):  # older versions of JAX return functions, too
-        functions, params = params
-        if functions:
-            raise UnsupportedError(
-                f"flashsim cannot trace inside the primitive {equation.primitive.name}; compute "
-                "its result outside of the traced function"
-            )
-    return params
-
-
-def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split a list into three lists: `first` values, `second` values, and the remaining values."""
-    return (
-        list(values[:first]),
-        list(values[first : first + second]),
-        list(values[first + second :]),
     )
 
 

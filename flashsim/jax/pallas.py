@@ -13,11 +13,10 @@ import numpy as np
 
 from flashsim.errors import BackendUnavailable, OptionError, own_errors, shown
 from flashsim.jax.jaxpr_walk import SourceLine, Walker, calls_a_kernel
-from flashsim.jax.pallas_launch import BlockOperand, KernelCall, Model, launcher
+from flashsim.jax.pallas_launch import BlockOperand, KernelCall, Model
 from flashsim.jax.refs import Lanes
 from flashsim.own_kernels import ATOMIC, LOAD, STORE, KernelTrace, Recorder
 from flashsim.own_kernels.check import Verdict
-from flashsim.own_kernels.names import labels
 from flashsim.own_kernels.record import KernelRecord
 from flashsim.own_kernels.steps import Look
 from flashsim.problem.hardware import Device
@@ -79,15 +78,13 @@ def trace_kernel(
     def again(verdict: Verdict, look: Look) -> None:
         record_kernels(function, args, model, (verdict.launch, verdict.program, look))
 
-    found = labels([tensor.name for tensor in record.tensors], names)
     return KernelTrace(
         record,
         names=names,
         problem=problem,
         device=device,
         name=name,
-        outputs={found[code]: values[code] for code in record.stored},
-        values=[values[code] for code in range(len(found))],
+        values=[values[code] for code in sorted(values)],
         again=None if "tpu" in record.source else again,  # on a TPU, a row tile takes many steps
     )
 
@@ -128,7 +125,11 @@ def record_kernels(
                 "function that calls pl.pallas_call, not the kernel itself"
             )
         notes = PallasNotes(given, constants_of(function, args))
-        walker = Walker(notes, launcher(model, notes))
+
+        def launch(walker: Walker, equation: Any, inputs: list[Any]) -> list[Any]:
+            return KernelCall(walker, equation, inputs, model).run(notes)
+
+        walker = Walker(notes, launch)
         notes.watched, notes.variables = watched, walker.variables
         results = walker.run(closed.jaxpr, closed.consts, given)
     output = jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -353,13 +354,12 @@ def reached(lanes: Lanes, kept: np.ndarray | None) -> tuple[np.ndarray, int, int
     """Return the active lanes' offsets, and how many lanes are masked or outside of the array."""
     total = np.zeros((1,) * len(lanes.shape), np.int64)
     step = 1
-    for at, size in zip(reversed(lanes.coordinates), reversed(lanes.ref.array.shape), strict=True):
+    for at, size in zip(reversed(lanes.at), reversed(lanes.ref.array.shape), strict=True):
         total = total + at * step
         step *= size
     offsets = np.broadcast_to(total, lanes.shape)
     masked = 0 if kept is None else int(kept.size - np.count_nonzero(kept))
-    if lanes.all_inside:
-        return (offsets.ravel() if kept is None else offsets[kept]), masked, 0
-    inside = lanes.inside if kept is None else lanes.inside & kept
-    outside = lanes.inside.size - masked - int(np.count_nonzero(inside))
-    return offsets[inside], masked, outside
+    if not lanes.all_inside:
+        kept = lanes.inside(kept)
+    active = offsets.ravel() if kept is None else offsets[kept]
+    return active, masked, offsets.size - masked - active.size

@@ -14,35 +14,22 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import jax
 import numpy as np
 
 from flashsim.errors import OptionError, UnsupportedError, choices
-from flashsim.jax.jaxpr_walk import Observer, SourceLine, Walker, scratch, source_line
+from flashsim.jax.jaxpr_walk import SourceLine, Walker, scratch, source_line
 from flashsim.jax.live_values import most_live
 from flashsim.jax.refs import HbmTensor, Lanes, Ref, locate, uninitialized
 
+if TYPE_CHECKING:
+    from flashsim.jax.pallas import PallasNotes
+
 Model = Literal["gpu", "tpu"]
-
-
-class Programs(Observer, Protocol):
-    """An `Observer` that also receives the start of each kernel and each program of the grid."""
-
-    def kernel(self, launch: KernelCall) -> None:
-        """Report that a kernel starts."""
-
-    def program(self, index: tuple[int, ...]) -> None:
-        """Report that a program (on a TPU, a grid step) starts."""
-
-    def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Report that a TPU's grid returns to an output block that was already copied back."""
-
-    def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
-        """Report that the kernel has ended; `outputs` are the kernel's results as JAX arrays."""
 
 
 @dataclass(eq=False)
@@ -53,251 +40,229 @@ class BlockOperand:
     mapping: Any
     output: bool
     where: SourceLine
-    space: str
-    block: tuple[int, ...] = ()
-    squeezed: tuple[bool, ...] = ()
-    before: tuple[int, ...] = ()  # padding of `pl.Element` dimensions
+    block: tuple[int, ...]
+    squeezed: tuple[bool, ...]
+    before: tuple[int, ...]  # padding of `pl.Element` dimensions
     ref: Ref | None = None
     visited: set[tuple[int, ...]] = field(default_factory=set)
 
     @property
     def in_hbm(self) -> bool:
         """Return True if the operand stays in HBM, and the kernel itself copies parts on chip."""
-        return self.space in ("any", "hbm")
+        aval = getattr(self.mapping, "transformed_block_aval", None) or self.mapping.block_aval
+        space = str(getattr(aval, "memory_space", None)).lower().rpartition(".")[2]
+        return space in ("any", "hbm")
+
+    def window(self, start: tuple[int, ...]) -> Ref:
+        """Return a view of the block that begins at `start` in device memory."""
+        tensor = self.tensor
+        return Ref(tensor.array, start, self.block, self.squeezed, tensor, tensor.name)
 
 
-@dataclass(eq=False)
 class KernelCall:
-    """One call of a kernel: the kernel's name, grid, and operands with final values."""
+    """One call of a kernel: the kernel's name, grid, and operands with final values.
 
-    name: str
-    grid: tuple[int, ...]
-    model: Model
-    operands: list[BlockOperand]
-    scalars: list[HbmTensor]
-    where: SourceLine
-    #: Grid axes that identify programs. On a GPU the first one runs fastest. On a TPU, steps that
-    #: work on the same blocks of all outputs are one program.
-    axes: tuple[int, ...] = ()
-    #: The values that are on chip at the same time, by name: shape and bytes.
-    held: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    Attributes
+    ----------
+    scalars : the operands that are prefetched, before the blocked `operands`
+    axes : grid axes that identify programs; on a GPU the first one runs fastest; on a TPU, steps
+        that work on the same blocks of all outputs are one program
+    held : the values that are on chip at the same time, by name: shape and bytes
+    """
+
+    def __init__(self, walker: Walker, equation: Any, inputs: list[Any], model: str | None) -> None:
+        params = equation.params
+        self._walker, self._jaxpr, self._mapping = walker, params["jaxpr"], params["grid_mapping"]
+        self.name = str(params.get("name") or kernel_name(self._jaxpr))
+        self.where = source_line(equation)
+        # Dynamic grid sizes are the first inputs of the call.
+        grid = [n if isinstance(n, int) else inputs.pop(0) for n in self._mapping.grid]
+        self.grid = tuple(map(int, grid))
+        self.model = chosen_model(params, self._jaxpr, model)
+        names, count = parameter_names(self._jaxpr), self._mapping.num_index_operands
+        self.scalars = [
+            HbmTensor(name, held(value), value)
+            for name, value in zip(names, inputs[:count], strict=False)
+        ]
+        self.operands = operands_of(params, names[count:], inputs[count:], equation)
+        count += len(self.operands)
+        self._scratch = dict(zip(names[count:], self._jaxpr.invars[count:], strict=False))
+        self.axes: tuple[int, ...] = ()
+        self.held: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._refuse_unknown(names)
 
     @property
     def tensors(self) -> list[HbmTensor]:
         """Return all tensors in device memory, in the order of the kernel's parameters."""
         return [*self.scalars, *(operand.tensor for operand in self.operands)]
 
+    def _refuse_unknown(self, names: Sequence[str]) -> None:
+        """Raise an error if the chosen model ("gpu" or "tpu") does not support the kernel."""
+        for variable, name in itertools.zip_longest(self._jaxpr.invars, names):
+            space = getattr(variable.aval, "memory_space", None)
+            module = type(space).__module__ if space is not None else ""
+            if "mosaic_gpu" in module:
+                raise UnsupportedError(
+                    f"in kernel {self.name}, {name} lies in {space} of Pallas's Mosaic GPU "
+                    "backend, which flashsim does not support; write the kernel with plain refs, "
+                    "as for jax.experimental.pallas.triton"
+                )
+            if self.model == "gpu" and ".mosaic.core" in module:
+                raise OptionError(
+                    f"in kernel {self.name}, {name} lies in the memory space {space}, which only a "
+                    "TPU has; trace the kernel with model='tpu'"
+                )
 
-def launcher(model: str | None, recorder: Programs):
-    """Return the function with which a `Walker` runs each `pallas_call`."""
+    def run(self, notes: PallasNotes) -> list[Any]:
+        """Run all programs, and return the outputs as JAX arrays."""
+        (self._on_tpu if self.model == "tpu" else self._on_gpu)(notes)
+        outputs = [jax.numpy.asarray(o.tensor.array.copy()) for o in self.operands if o.output]
+        notes.finish(self, outputs)
+        return outputs
 
-    def run(walker: Walker, step: Any, inputs: list[Any]) -> list[Any]:
-        return launch(walker, recorder, step.equation, inputs, model)
+    def _on_gpu(self, notes: PallasNotes) -> None:
+        """Run the programs, each with new scratch buffers; refs are views of device memory."""
+        vmapped = self._mapping.vmapped_dims  # these axes run slowest
+        plain = [d for d in range(len(self.grid)) if d not in vmapped]
+        self.axes = (*plain, *reversed(vmapped))
+        self.held = most_live(self._jaxpr)
+        notes.kernel(self)
+        scalars = [Ref.whole(one.array, one, one.name) for one in self.scalars]
+        for slow_first in itertools.product(*(range(self.grid[d]) for d in reversed(self.axes))):
+            at = dict(zip(reversed(self.axes), slow_first, strict=True))
+            index = tuple(at[d] for d in range(len(self.grid)))
+            notes.program(index)
+            refs = [one.window(self._start(one, index)) for one in self.operands]
+            self._program(index, [*scalars, *refs], {})
 
-    return run
+    def _on_tpu(self, notes: PallasNotes) -> None:
+        """Run the grid steps in order; copy changed blocks to and from VMEM."""
+        steps = list(itertools.product(*map(range, self.grid)))
+        starts = [[self._start(one, index) for one in self.operands] for index in steps]
+        self.axes = self._tpu_axes(steps, starts)
+        self.held = self._in_vmem()
+        notes.kernel(self)
+        kept: dict[int, Any] = {}  # scratch buffers, which persist through the whole grid
+        scalars: list[Ref] = []
+        for number, index in enumerate(steps):
+            notes.program(index)
+            if not number:
+                for one in self.scalars:  # prefetched to SMEM before the first step
+                    whole = Ref.whole(one.array, one, one.name)
+                    notes.access("load", everything(whole), None, self.where)
+                    scalars.append(Ref.whole(one.array.copy(), name=one.name))
+            refs: list[Ref] = []
+            for place, operand in enumerate(self.operands):
+                if operand.in_hbm:
+                    tensor = operand.tensor
+                    refs.append(Ref.whole(tensor.array, tensor, tensor.name))
+                    continue
+                if not number or starts[number][place] != starts[number - 1][place]:
+                    fetch(notes, operand, starts[number][place])
+                assert operand.ref is not None
+                refs.append(operand.ref)
+            self._program(index, [*scalars, *refs], kept)
+            for place, operand in enumerate(self.operands):
+                start, after = starts[number][place], starts[number + 1 : number + 2]
+                leaves = not after or after[0][place] != start
+                if operand.output and not operand.in_hbm and leaves:
+                    write_back(notes, operand, start)
+
+    def _start(self, operand: BlockOperand, index: tuple[int, ...]) -> tuple[int, ...]:
+        """Return where an operand's block begins in each dimension of the operand's tensor."""
+        closed = operand.mapping.index_map_jaxpr
+        # The scalar core reads prefetched scalars, which moves no bytes.
+        refs = [Ref.whole(one.array, None, one.name) for one in self.scalars]
+        found = self._walker.run(closed.jaxpr, closed.consts, [*map(np.int32, index), *refs])
+        starts = []
+        for place, (number, length) in enumerate(zip(found, operand.block, strict=True)):
+            kind = type(operand.mapping.block_shape[place]).__name__
+            whole = kind == "Element" or operand.squeezed[place]
+            starts.append(int(number) * (1 if whole else length) - operand.before[place])
+        return tuple(starts)
+
+    def _program(self, index: tuple[int, ...], refs: list[Any], kept: dict[int, Any]) -> None:
+        """Run the kernel's body for one program; `kept` has the scratch buffers that exist."""
+        walker = self._walker
+        for number, variable in enumerate(self._scratch.values()):
+            if number not in kept:
+                kept[number] = scratch(variable.aval, f"scratch {number}")
+        walker.buffers = {
+            name: kept[n] for n, name in enumerate(self._scratch) if kept[n] is not None
+        }
+        walker.carried = {}
+        axes = [d for d in range(len(index)) if d not in self._mapping.vmapped_dims]
+        walker.program = tuple(index[d] for d in axes)
+        walker.sizes = tuple(self.grid[d] for d in axes)
+        try:
+            walker.run(self._jaxpr, (), [*refs, *(kept[n] for n in range(len(self._scratch)))])
+        finally:
+            walker.program = None
+
+    def _tpu_axes(
+        self, steps: Sequence[tuple[int, ...]], starts: Sequence[Sequence[tuple[int, ...]]]
+    ) -> tuple[int, ...]:
+        """Return the fewest leading axes of a grid that determine the blocks of all outputs."""
+        blocked = [n for n, o in enumerate(self.operands) if o.output and not o.in_hbm]
+        blocks = [[start[n] for n in blocked] for start in starts]
+        for leading in range(len(self.grid)):
+            seen: dict[tuple[int, ...], Any] = {}
+            pairs = zip(steps, blocks, strict=True)
+            if all(seen.setdefault(index[:leading], block) == block for index, block in pairs):
+                return tuple(range(leading))
+        return tuple(range(len(self.grid)))
+
+    def _in_vmem(self) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Return, by name, the shape and bytes of each block and scratch buffer in VMEM.
+
+        One buffer per input is not counted, because the trace lists that buffer as a loaded tile.
+        """
+        found = {}
+        for operand in (one for one in self.operands if not one.in_hbm):
+            mode = getattr(operand.mapping, "pipeline_mode", None)
+            copies = getattr(mode, "buffer_count", 2) - (not operand.output)
+            size = math.prod(operand.block) * operand.tensor.array.itemsize
+            found[operand.tensor.name] = (operand.block, copies * size)
+        for name, variable in self._scratch.items():
+            buffer = scratch(variable.aval, name)
+            if buffer is not None and buffer.array.nbytes:
+                found[name] = (buffer.shape, buffer.array.nbytes)
+        return found
 
 
-def launch(
-    walker: Walker, recorder: Programs, equation: Any, inputs: list[Any], model: str | None
-) -> list[Any]:
-    """Run one `pallas_call`, and return the outputs as JAX arrays."""
-    params = equation.params
-    mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
-    inputs = list(inputs)
-    grid = []
-    for size in mapping.grid:  # dynamic grid sizes are the first inputs of the call
-        grid.append(int(size) if isinstance(size, int) else int(inputs.pop(0)))
-    model = chosen_model(params, jaxpr, model)
-    names = parameter_names(jaxpr)
-    scalars = [
-        HbmTensor(name, held(value), value)
-        for name, value in zip(names, inputs[: mapping.num_index_operands], strict=False)
-    ]
-    operands = operands_of(params, names[len(scalars) :], inputs[len(scalars) :], equation)
-    here = KernelCall(
-        str(params.get("name") or kernel_name(jaxpr)),
-        tuple(grid),
-        model,
-        operands,
-        scalars,
-        source_line(equation),
-    )
-    refuse_unknown(here, jaxpr, names)
-    if model == "tpu":
-        starts = [
-            [block_start(one, index, scalars, walker) for one in operands]
-            for index in itertools.product(*map(range, grid))
-        ]
-        here.axes = tpu_axes(here, starts)
-        here.held = on_tpu(here, jaxpr, names)
-        recorder.kernel(here)
-        run_tpu(walker, recorder, here, mapping, jaxpr, starts)
-    else:
-        here.axes = gpu_axes(len(grid), mapping.vmapped_dims)
-        here.held = most_live(jaxpr)
-        recorder.kernel(here)
-        run_gpu(walker, recorder, here, mapping, jaxpr)
-    outputs = [jax.numpy.asarray(o.tensor.array.copy()) for o in operands if o.output]
-    recorder.finish(here, outputs)
-    return outputs
-
-
-# -- the two models --------------------------------------------------------------------------------
-
-
-def run_gpu(walker: Walker, recorder: Programs, here: KernelCall, mapping: Any, jaxpr: Any) -> None:
-    """Run a kernel's programs, each with new scratch buffers; refs are views of device memory."""
-    scalars = [Ref.whole(one.array, one, one.name) for one in here.scalars]
-    count = len(here.scalars) + len(here.operands)
-    vmapped = mapping.vmapped_dims
-    for index in in_order(here.grid, here.axes):
-        recorder.program(index)
-        refs = []
-        for operand in here.operands:
-            start = block_start(operand, index, here.scalars, walker)
-            refs.append(window(operand, start))
-        run_program(walker, here, vmapped, index, jaxpr, [*scalars, *refs], count, {})
-
-
-def run_tpu(
-    walker: Walker,
-    recorder: Programs,
-    here: KernelCall,
-    mapping: Any,
-    jaxpr: Any,
-    starts: Sequence[Sequence[tuple[int, ...]]],
-) -> None:
-    """Run a TPU kernel's grid steps in order; copy changed blocks to and from VMEM."""
-    count = len(here.scalars) + len(here.operands)
-    kept: dict[int, Any] = {}  # scratch buffers, which persist through the whole grid
-    scalars = []
-    for number, index in enumerate(itertools.product(*map(range, here.grid))):
-        recorder.program(index)
-        if not number:
-            for one in here.scalars:  # prefetched to SMEM before the first step
-                whole = Ref.whole(one.array, one, one.name)
-                recorder.access("load", everything(whole), None, here.where)
-                scalars.append(Ref.whole(one.array.copy(), name=one.name))
-        refs: list[Ref] = []
-        for place, operand in enumerate(here.operands):
-            if operand.in_hbm:
-                refs.append(Ref.whole(operand.tensor.array, operand.tensor, operand.tensor.name))
-                continue
-            if not number or starts[number][place] != starts[number - 1][place]:
-                fetch(recorder, operand, starts[number][place])
-            assert operand.ref is not None
-            refs.append(operand.ref)
-        run_program(
-            walker, here, mapping.vmapped_dims, index, jaxpr, [*scalars, *refs], count, kept
-        )
-        last = number + 1 == len(starts)
-        for place, operand in enumerate(here.operands):
-            if operand.output and not operand.in_hbm:
-                here_now = starts[number][place]
-                if last or starts[number + 1][place] != here_now:
-                    write_back(recorder, operand, here_now)
-
-
-def fetch(recorder: Programs, operand: BlockOperand, start: tuple[int, ...]) -> None:
+def fetch(notes: PallasNotes, operand: BlockOperand, start: tuple[int, ...]) -> None:
     """Set `operand.ref` to a block in VMEM; only blocks of inputs are copied from device memory."""
-    view = window(operand, start)
-    lanes = everything(view)
-    buffer = lanes.read(None)
+    view = operand.window(start)
     if operand.output and start in operand.visited:
-        recorder.revisit(operand, operand.where)
+        notes.revisit(operand, operand.where)
     operand.visited.add(start)
     if not operand.output:
-        recorder.access("load", inner(view), None, operand.where)
+        notes.access("load", inner(view), None, operand.where)
     gone = tuple(d for d, off in enumerate(operand.squeezed) if off)
-    operand.ref = Ref.whole(np.squeeze(buffer, gone), name=operand.tensor.name)
+    buffer = np.squeeze(everything(view).read(None), gone)
+    operand.ref = Ref.whole(buffer, name=operand.tensor.name)
 
 
-def write_back(recorder: Programs, operand: BlockOperand, start: tuple[int, ...]) -> None:
+def write_back(notes: PallasNotes, operand: BlockOperand, start: tuple[int, ...]) -> None:
     """Copy an output's block from VMEM to device memory."""
-    view = window(operand, start)
+    view = operand.window(start)
     assert operand.ref is not None
-    recorder.access("store", inner(view), None, operand.where)
+    notes.access("store", inner(view), None, operand.where)
     lanes = everything(view)
     lanes.write(operand.ref.array.reshape(lanes.shape), None)
 
 
-def run_program(
-    walker: Walker,
-    here: KernelCall,
-    vmapped: Sequence[int],
-    index: tuple[int, ...],
-    jaxpr: Any,
-    refs: list[Any],
-    count: int,
-    kept: dict[int, Any],
-) -> None:
-    """Run the kernel's body for one program of the grid."""
-    buffers = []
-    for number, variable in enumerate(jaxpr.invars[count:]):
-        if number not in kept:
-            kept[number] = scratch(variable.aval, f"scratch {number}")
-        buffers.append(kept[number])
-    names = parameter_names(jaxpr)[count:]
-    walker.buffers = {n: ref for n, ref in zip(names, buffers, strict=False) if ref is not None}
-    walker.carried = {}
-    axes = [d for d in range(len(index)) if d not in vmapped]
-    walker.program = tuple(index[d] for d in axes)
-    walker.sizes = tuple(here.grid[d] for d in axes)
-    try:
-        walker.run(jaxpr, (), [*refs, *buffers])
-    finally:
-        walker.program = None
+def everything(ref: Ref) -> Lanes:
+    """Return all lanes (elements) of a ref, including squeezed dimensions and any past the end."""
+    return locate(replace(ref, squeezed=(False,) * len(ref.shape)), ())
 
 
-def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid's axes in a GPU's order: the fastest axis first, `vmap`'s axes last."""
-    return (*(d for d in range(rank) if d not in vmapped), *reversed(vmapped))
-
-
-def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """Return the fewest leading axes of a grid that determine the blocks of all outputs."""
-    blocked = [n for n, o in enumerate(here.operands) if o.output and not o.in_hbm]
-    steps = list(itertools.product(*map(range, here.grid)))
-    for leading in range(len(here.grid)):
-        seen: dict[tuple[int, ...], Any] = {}
-        for index, step in zip(steps, starts, strict=True):
-            blocks = [step[n] for n in blocked]
-            if seen.setdefault(index[:leading], blocks) != blocks:
-                break
-        else:
-            return tuple(range(leading))
-    return tuple(range(len(here.grid)))
-
-
-def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield each program's index in a grid, in order; the first axis in `axes` runs fastest."""
-    for slow_first in itertools.product(*(range(grid[d]) for d in reversed(axes))):
-        index = [0] * len(grid)
-        for d, i in zip(reversed(axes), slow_first, strict=True):
-            index[d] = i
-        yield tuple(index)
-
-
-def on_tpu(
-    here: KernelCall, jaxpr: Any, names: Sequence[str]
-) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return, by name, the shape and bytes of each block and scratch buffer in VMEM.
-
-    One buffer per input is not counted, because the trace lists that buffer as a loaded tile.
-    """
-    found = {}
-    for operand in here.operands:
-        if operand.in_hbm:
-            continue
-        mode = getattr(operand.mapping, "pipeline_mode", None)
-        copies = getattr(mode, "buffer_count", 2) - (not operand.output)
-        size = math.prod(operand.block) * operand.tensor.array.itemsize
-        found[operand.tensor.name] = (operand.block, copies * size)
-    count = len(here.scalars) + len(here.operands)
-    for variable, name in itertools.zip_longest(jaxpr.invars[count:], names[count:]):
-        if size := bytes_of(variable.aval):
-            found[name] = (tuple(variable.aval.shape), size)
-    return found
+def inner(ref: Ref) -> Lanes:
+    """Return the lanes (elements) of a ref inside the array, which a TPU's pipeline copies."""
+    bounds = list(ref.bounds)
+    start = tuple(min(low, size) for (low, _), size in zip(bounds, ref.array.shape, strict=True))
+    shape = tuple(max(end - low, 0) for low, end in bounds)
+    return everything(replace(ref, start=start, shape=shape))
 
 
 # -- operands and blocks ---------------------------------------------------------------------------
@@ -310,33 +275,17 @@ def operands_of(
     mapping = params["grid_mapping"]
     aliases = {output: given for given, output in params["input_output_aliases"]}
     operands: list[BlockOperand] = []
-    n_inputs = len(inputs)
     for number, (one, name) in enumerate(zip(mapping.block_mappings, names, strict=False)):
-        output = number >= n_inputs
-        if not output:
-            array = held(inputs[number])
-        elif number - n_inputs in aliases:
-            given = aliases[number - n_inputs] - mapping.num_index_operands
-            array = operands[given].tensor.array
+        output = number - len(inputs)
+        if output < 0:
+            tensor = HbmTensor(name, held(inputs[number]), inputs[number])
+        elif output in aliases:
+            tensor = operands[aliases[output] - mapping.num_index_operands].tensor
         else:
             aval = one.array_aval
-            array = uninitialized(aval.shape, np.dtype(aval.dtype))
-        tensor = HbmTensor(name, array, None if output else inputs[number])
-        if output and number - n_inputs in aliases:
-            tensor = operands[given].tensor
-        block, squeezed, before = block_of(one, name)
-        operands.append(
-            BlockOperand(
-                tensor,
-                one,
-                output,
-                spec_line(one, equation),
-                space_of(one),
-                block,
-                squeezed,
-                before,
-            )
-        )
+            tensor = HbmTensor(name, uninitialized(aval.shape, np.dtype(aval.dtype)))
+        where = spec_line(one, equation)
+        operands.append(BlockOperand(tensor, one, output >= 0, where, *block_of(one, name)))
     return operands
 
 
@@ -373,43 +322,6 @@ def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...]
     return tuple(lengths), tuple(squeezed), tuple(before)
 
 
-def block_start(
-    operand: BlockOperand, index: tuple[int, ...], scalars: Sequence[HbmTensor], walker: Walker
-) -> tuple[int, ...]:
-    """Return where an operand's block begins in each dimension of the operand's tensor."""
-    closed = operand.mapping.index_map_jaxpr
-    refs = [Ref.whole(one.array, None, one.name) for one in scalars]  # reads on the scalar core
-    blocks = walker.run(closed.jaxpr, closed.consts, [*map(np.int32, index), *refs])
-    starts = []
-    for place, (number, length) in enumerate(zip(blocks, operand.block, strict=True)):
-        kind = type(operand.mapping.block_shape[place]).__name__
-        whole = kind == "Element" or operand.squeezed[place]
-        starts.append(int(number) * (1 if whole else length) - operand.before[place])
-    return tuple(starts)
-
-
-def window(operand: BlockOperand, start: tuple[int, ...]) -> Ref:
-    """Return a view of an operand's block in device memory."""
-    tensor = operand.tensor
-    return Ref(tensor.array, start, operand.block, operand.squeezed, tensor, tensor.name)
-
-
-def everything(ref: Ref) -> Lanes:
-    """Return all lanes (elements) of a ref, including squeezed dimensions and any past the end."""
-    return locate(replace(ref, squeezed=(False,) * len(ref.shape)), ())
-
-
-def inner(ref: Ref) -> Lanes:
-    """Return the lanes (elements) of a ref inside the array, which a TPU's pipeline copies."""
-    start, shape = [], []
-    for first, length, size in zip(ref.start, ref.shape, ref.array.shape, strict=True):
-        low, high = max(first, 0), min(first + length, size)
-        start.append(min(low, size))
-        shape.append(max(high - low, 0))
-    cut = Ref(ref.array, tuple(start), tuple(shape), ref.squeezed, ref.tensor, ref.name)
-    return everything(cut)
-
-
 # -- properties of a call --------------------------------------------------------------------------
 
 
@@ -424,30 +336,6 @@ def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model
     for_tpu = any(".mosaic.core" in mark or ".pallas.tpu" in mark for mark in marks)
     for_tpu = for_tpu or bool(params["grid_mapping"].num_index_operands)
     return cast(Model, model or ("tpu" if for_tpu else "gpu"))
-
-
-def refuse_unknown(here: KernelCall, jaxpr: Any, names: Sequence[str]) -> None:
-    """Raise an error if the chosen model ("gpu" or "tpu") does not support the kernel."""
-    for variable, name in itertools.zip_longest(jaxpr.invars, names):
-        space = getattr(variable.aval, "memory_space", None)
-        module = type(space).__module__ if space is not None else ""
-        if "mosaic_gpu" in module:
-            raise UnsupportedError(
-                f"in kernel {here.name}, {name} lies in {space} of Pallas's Mosaic GPU backend, "
-                "which flashsim does not support; write the kernel with plain refs, as for "
-                "jax.experimental.pallas.triton"
-            )
-        if here.model == "gpu" and ".mosaic.core" in module:
-            raise OptionError(
-                f"in kernel {here.name}, {name} lies in the memory space {space}, which only a "
-                "TPU has; trace the kernel with model='tpu'"
-            )
-
-
-def space_of(mapping: Any) -> str:
-    """Return the name of an operand's memory space, as Pallas writes it."""
-    aval = getattr(mapping, "transformed_block_aval", None) or mapping.block_aval
-    return str(getattr(aval, "memory_space", None)).lower().rpartition(".")[2]
 
 
 def parameter_names(jaxpr: Any) -> list[str]:
@@ -475,12 +363,3 @@ def spec_line(mapping: Any, equation: Any) -> SourceLine:
     if found is None or "/jax/_src/" in found[2].replace("\\", "/"):
         return source_line(equation)
     return SourceLine(found[2], int(found[3]), found[1])
-
-
-def bytes_of(aval: Any) -> int:
-    """Return the number of bytes of a scratch buffer, or 0 if the argument is a semaphore."""
-    inner_aval = getattr(aval, "inner_aval", aval)
-    try:
-        return int(np.prod(inner_aval.shape, dtype=np.int64)) * np.dtype(inner_aval.dtype).itemsize
-    except TypeError:
-        return 0

@@ -9,7 +9,7 @@ A `Ref` is a window of a NumPy array, which is a tensor in device memory or an o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,72 +49,62 @@ class Ref:
         none = (False,) * array.ndim
         return cls(array, (0,) * array.ndim, array.shape, none, tensor, name)
 
+    @property
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """Yield, per dimension, the first index inside the window and the array, and the end."""
+        for first, length, size in zip(self.start, self.shape, self.array.shape, strict=True):
+            yield max(first, 0), min(first + length, size)
+
 
 @dataclass(eq=False)
 class Lanes:
     """The array elements that one load or store accesses, one lane per element.
 
-    `shape` is the shape of the loaded or stored value. `index` selects the lanes in the array, or
-    is None if any lane is outside of the array. For a box of lanes, `axes` has (first, length,
-    step) per dimension of the array, and `dims` lists the value's dimensions. For lanes that form
-    no box, `arrays` holds the coordinates.
+    `at` has the lanes' indices in the array, one int64 array per dimension. The arrays have the
+    shape `shape` of the loaded or stored value.
     """
 
     ref: Ref
     shape: tuple[int, ...]
-    index: tuple[Any, ...] | None
-    axes: tuple[tuple[int, int, int], ...] | None
-    dims: tuple[int, ...] = ()
-    arrays: tuple[np.ndarray, ...] | None = None
+    at: tuple[np.ndarray, ...]
 
-    @property
+    @cached_property
     def all_inside(self) -> bool:
         """Return True if every lane lies inside the window and the array."""
-        return self.index is not None
+        for at, (low, end) in zip(self.at, self.ref.bounds, strict=True):
+            line = at[tuple(slice(None if step else 1) for step in at.strides)]
+            if line.size and (line.min() < low or line.max() >= end):
+                return False
+        return True
 
-    @cached_property
-    def coordinates(self) -> tuple[np.ndarray, ...]:
-        """Return the lanes' indices in the array, as one int64 array per dimension."""
-        if self.arrays is not None:
-            return self.arrays
-        assert self.axes is not None
-        return grid(self.axes, self.dims)
-
-    @cached_property
-    def inside(self) -> np.ndarray:
-        """Return a boolean per lane: True if the lane lies inside the window and the array."""
-        kept = np.ones(self.shape, bool)
-        ref = self.ref
-        for at, first, length, size in zip(
-            self.coordinates, ref.start, ref.shape, ref.array.shape, strict=True
-        ):
-            kept &= (at >= max(first, 0)) & (at < min(first + length, size))
-        return kept
+    def inside(self, kept: np.ndarray | None) -> np.ndarray:
+        """Return a boolean per lane: True if it is kept, and inside the window and the array."""
+        found = np.ones(self.shape, bool) if kept is None else kept.copy()
+        for at, (low, end) in zip(self.at, self.ref.bounds, strict=True):
+            found &= (at >= low) & (at < end)
+        return found
 
     def read(self, kept: np.ndarray | None) -> np.ndarray:
         """Return the lanes' values, with `poison` for lanes outside of the array or not kept."""
-        if self.index is not None:
-            value = np.array(self.ref.array[self.index])
-            if kept is not None and not kept.all():
-                value[~kept] = poison(value.dtype)
-            return value
-        kept = self.inside if kept is None else self.inside & kept
-        value = np.full(self.shape, poison(self.ref.array.dtype), self.ref.array.dtype)
-        value[kept] = self.ref.array[tuple(at[kept] for at in self.coordinates)]
+        if kept is None and self.all_inside:
+            return np.asarray(self.ref.array[self.at])
+        kept = self.inside(kept)
+        value = uninitialized(self.shape, self.ref.array.dtype)
+        value[kept] = self.ref.array[tuple(at[kept] for at in self.at)]
         return value
 
     def write(self, value: np.ndarray, kept: np.ndarray | None) -> None:
         """Store `value` in those lanes that are kept and inside the array."""
-        if self.index is not None and kept is None:
-            self.ref.array[self.index] = value
-            return
-        kept = self.inside if kept is None else self.inside & kept
-        self.ref.array[tuple(at[kept] for at in self.coordinates)] = value[kept]
+        if kept is None and self.all_inside:
+            self.ref.array[self.at] = value
+        else:
+            kept = self.inside(kept)
+            self.ref.array[tuple(at[kept] for at in self.at)] = value[kept]
 
     def combine(self, operation: np.ufunc, value: np.ndarray, kept: np.ndarray | None) -> None:
         """Combine `value` with the lanes' elements in place; two lanes may share one element."""
-        kept = self.inside if kept is None else self.inside & kept
-        operation.at(self.ref.array, tuple(at[kept] for at in self.coordinates), value[kept])
+        kept = self.inside(kept)
+        operation.at(self.ref.array, tuple(at[kept] for at in self.at), value[kept])
 
 
 def poison(dtype: np.dtype) -> Any:
@@ -130,16 +120,15 @@ def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return the coordinates of a box's lanes, one array per dimension, with the axes `dims`."""
+    """Return the coordinates of a box's lanes, one array per dimension, with the axes `dims`.
+
+    A box has (first, length, step) per dimension of the array.
+    """
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):
         at = first + step * np.arange(length, dtype=np.int64)
-        if d in dims:
-            place = tuple(dims).index(d)
-            at = at.reshape([length if n == place else 1 for n in range(len(dims))])
-        else:
-            at = at.reshape([1] * len(dims))
+        at = at.reshape([length if d == along else 1 for along in dims])
         arrays.append(np.broadcast_to(at, shape))
     return tuple(arrays)
 
@@ -155,35 +144,15 @@ def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
     dims = [d for d, gone in enumerate(ref.squeezed) if not gone]
     arrays: tuple[np.ndarray, ...] | None = None
     for transform in transforms:
-        if arrays is None and plain(transform):
-            axes, dims = sliced(axes, dims, transform.indices)
+        indices = getattr(transform, "indices", None)
+        if arrays is not None or indices is None:
+            arrays = transformed(grid(axes, dims) if arrays is None else arrays, transform)
+        elif all(is_slice(index) or np.ndim(index) == 0 for index in indices):
+            axes, dims = sliced(axes, dims, indices)
         else:
-            if arrays is None and hasattr(transform, "indices"):
-                arrays = gathered(axes, dims, transform.indices)
-            else:
-                arrays = transformed(grid(axes, dims) if arrays is None else arrays, transform)
-    if arrays is not None:
-        shape = arrays[0].shape if arrays else ()
-        return Lanes(ref, shape, None, None, arrays=arrays)
-    shape = tuple(axes[d][1] for d in dims)
-    index: tuple[Any, ...] | None = tuple(
-        slice(first, first + (length - 1) * step + 1, step) if d in dims else first
-        for d, (first, length, step) in enumerate(axes)
-    )
-    for (first, length, step), low, window, size in zip(
-        axes, ref.start, ref.shape, ref.array.shape, strict=True
-    ):
-        last = first + (length - 1) * step
-        if first < max(low, 0) or last >= min(low + window, size):
-            index = None
-    return Lanes(ref, shape, index, tuple(axes), tuple(dims))
-
-
-def plain(transform: Any) -> bool:
-    """Return True if a transform is an index that has only slices and single integers."""
-    return hasattr(transform, "indices") and all(
-        is_slice(index) or np.ndim(index) == 0 for index in transform.indices
-    )
+            arrays = gathered(axes, dims, indices)
+    arrays = grid(axes, dims) if arrays is None else arrays
+    return Lanes(ref, arrays[0].shape if arrays else (), arrays)
 
 
 def sliced(

@@ -1,5 +1,7 @@
 """Converts the record of a kernel's accesses to a `Trace`, for pictures, tables and files."""
 
+from typing import Any, cast
+
 import numpy as np
 
 from flashsim.counts.work import KINDS
@@ -36,28 +38,18 @@ def as_trace(
             f"a trace holds at most {MOST_STAGES} launches, but this record has "
             f"{len(record.launches)}; trace fewer launches, or read only the record's totals"
         )
-    cut = [visits_of(geometry, n) for n in range(len(record.launches))]
-    own = _Codes(geometry)
-    made = [_stage(geometry, n, one, own, grouped=False) for n, one in enumerate(cut)]
-    problem = geometry.problem
-    if any(one is None for one in made):
-        heads = problem.batch * problem.heads
-        problem = _one_group(problem, heads)
-        made = [_stage(geometry, n, one, own, grouped=True) for n, one in enumerate(cut)]
-    stages = []
-    for n, (one, walk) in enumerate(zip(made, cut, strict=True)):
-        assert one is not None
-        rows, costs, per = one
-        stage = plans.Stage(_stage_name(geometry, n), walk.outer, per=per)  # type: ignore[arg-type]
-        schedule = Schedule(problem, Tiling(walk.block_q, walk.block_k), walk.outer)  # type: ignore[arg-type]
-        stages.append(
-            StageTrace.build(stage, schedule, *heads_of(stage, problem), rows, np.array(costs))
-        )
+    launches = range(len(record.launches))
+    cuts = [visits_of(geometry, n) for n in launches]
+    codes, problem = _Codes(geometry), geometry.problem
+    stages = [_stage(geometry, n, cuts[n], codes, problem) for n in launches]
+    if None in stages:
+        problem = _one_group(problem)
+        stages = [_stage(geometry, n, cuts[n], codes, problem) for n in launches]
     direction = "backward" if any(x in geometry.labels for x in ("dQ", "dK", "dV")) else "forward"
     return Trace(
-        *(problem, device, name, direction, record.source.split()[0], stages),
+        *(problem, device, name, direction, record.source.split()[0], cast(Any, stages)),
         provenance,
-        own=Own(own.axes, compulsory, _workspace(geometry)),
+        own=Own(codes.axes, compulsory, _workspace(geometry)),
     )
 
 
@@ -93,10 +85,10 @@ def _stage_name(geometry: Geometry, launch: int) -> str:
     return kernels[launch] if not before else f"{kernels[launch]} {before + 1}"
 
 
-def _one_group(p: Problem, heads: int) -> Problem:
+def _one_group(p: Problem) -> Problem:
     """Return a copy of the problem in which all query heads share a single KV head."""
     kept = "n_q", "n_kv", "head_dim", "head_dim_v", "dtype", "causal", "window", "scale"
-    return Problem(**{name: getattr(p, name) for name in kept}, heads=heads, kv_heads=1)
+    return Problem(**{name: getattr(p, name) for name in kept}, heads=p.batch * p.heads, kv_heads=1)
 
 
 def _workspace(geometry: Geometry) -> int:
@@ -110,48 +102,36 @@ def _workspace(geometry: Geometry) -> int:
 
 
 def _stage(
-    geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
-) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
-    """Return a launch's first head's (or group's) events, FLOPs, and "head" or "group".
+    geometry: Geometry, launch: int, cut: Visits, codes: _Codes, problem: Problem
+) -> StageTrace | None:
+    """Return a launch's trace with the events of the first head (or group of heads).
 
     The result is None if events differ between heads or groups.
     """
-    p = geometry.problem
-    heads, stride = p.batch * p.heads, 1
+    heads, stride = problem.batch * problem.heads, 1
+    grouped = problem is not geometry.problem
     # A program that works on several query heads works on a whole group.
     pairs = np.unique(cut.program * heads + cut.head) // heads
-    per = "group" if grouped or len(np.unique(pairs)) < len(pairs) else "head"
+    per: Any = "group" if grouped or len(np.unique(pairs)) < len(pairs) else "head"
     if per == "group":
-        stride = heads if grouped else p.group
+        stride = problem.group
     owner, member = cut.head // stride, cut.head % stride
     counts = np.bincount(owner, minlength=heads // stride)
     if (counts != counts[0]).any() or not counts[0]:
         return None
     order = np.argsort(owner, kind="stable").reshape(heads // stride, -1)
-    same = _facts(geometry, launch, cut, member)[order]
+    # Heads whose accesses have equal rows of integers have equal events.
+    a, g, at = geometry.record.accesses[cut.at], geometry, cut.at
+    begins = (np.diff(cut.visit, prepend=-2) != 0) | (np.diff(cut.program, prepend=-1) != 0)
+    facts = a["op"], a["tensor"], a["active"], cut.tile, cut.inner, member, begins
+    same = np.stack([*facts, g.row[at], g.col[at], g.rows[at], g.cols[at]], axis=1)[order]
     if (same != same[0]).any():
         return None
-    one = order[0]
-    rows, costs = _events(geometry, launch, cut, member, names, one)
-    return rows, costs, per
-
-
-def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """Return one row of integers per access; heads with equal rows have equal events."""
-    a, g = geometry.record.accesses[cut.at], geometry
-    return np.stack(
-        [
-            *(a["op"], a["tensor"], a["active"], cut.tile, cut.inner, member),
-            *(g.row[cut.at], g.col[cut.at], g.rows[cut.at], g.cols[cut.at]),
-            _begins(cut),
-        ],
-        axis=1,
-    ).astype(np.int64)
-
-
-def _begins(cut: Visits) -> np.ndarray:
-    """Return a boolean per access: True for the first access of a visit (tile pair) or program."""
-    return (np.diff(cut.visit, prepend=-2) != 0) | (np.diff(cut.program, prepend=-1) != 0)
+    rows, costs = _events(geometry, launch, cut, member, codes, order[0])
+    outer: Any = cut.outer
+    stage = plans.Stage(_stage_name(geometry, launch), outer, per=per)
+    schedule = Schedule(problem, Tiling(cut.block_q, cut.block_k), outer)
+    return StageTrace.build(stage, schedule, *heads_of(stage, problem), rows, np.array(costs))
 
 
 def _events(
@@ -167,53 +147,48 @@ def _events(
         if nbytes
     }
     schedule = Schedule(geometry.problem, Tiling(cut.block_q, cut.block_k))
+    outers, inners = (schedule.t_r, schedule.t_c)[:: 1 if by_row else -1]
     work = _Work(geometry, launch)
     rows: list[tuple[int, ...]] = []
     costs: list[np.ndarray] = []
     numbers: dict[int, int] = {}
-    at = 0
-    n = len(one)
-    while at < n:
-        program = cut.program[one[at]]
-        end = at
-        while end < n and cut.program[one[end]] == program:
-            end += 1
-        outer = int(cut.tile[one[at]]) % (schedule.t_r if by_row else schedule.t_c)
+    for mine in _runs(one, cut.program):
+        program, outer = int(cut.program[mine[0]]), int(cut.tile[mine[0]]) % outers
         step = (outer, -1) if by_row else (-1, outer)
-        who = int(member[one[at]])
+        who = int(member[mine[0]])
         rows += [(ALLOC, code, who, *step, -1, nbytes) for code, nbytes in held.items()]
-        loaded: list[tuple[int, int]] = []
-        here = at
-        while here < end:
-            visit, first = int(cut.visit[one[here]]), here
-            while here < end and cut.visit[one[here]] == visit:
-                here += 1
-            part = one[first:here]
-            inner = int(cut.inner[part[0]]) % (schedule.t_c if by_row else schedule.t_r)
-            number = -1 if visit < 0 else numbers.setdefault(visit, len(numbers))
-            place = step if visit < 0 else (outer, inner) if by_row else (inner, outer)
-            mine: list[tuple[int, int]] = []
-            who = int(member[part[0]])
+        kept: list[tuple[int, int]] = []  # tiles that are loaded outside of the inner loop
+        parts = _runs(mine, cut.visit)
+        for part, after in zip(parts, [*parts[1:], None], strict=True):
+            visit, who = int(cut.visit[part[0]]), int(member[part[0]])
+            place, number = step, -1
+            if visit >= 0:
+                inner = int(cut.inner[part[0]]) % inners
+                place = (outer, inner) if by_row else (inner, outer)
+                number = numbers.setdefault(visit, len(numbers))
+            loaded: list[tuple[int, int]] = []
             for x in part:
                 access = cut.at[x]
                 op, code = int(a["op"][access]), names.of[int(a["tensor"][access])]
                 nbytes = int(asked[access])
                 rows.append((op, code, int(member[x]), *place, number, nbytes))
                 if op == LOAD:
-                    mine.append((code, nbytes))
+                    loaded.append((code, nbytes))
             if visit < 0:
-                loaded += mine
+                kept += loaded
                 continue
-            stop = cut.at[one[here]] if here < end else None
             rows.append((COMPUTE, 0, who, *place, number, 0))
-            costs.append(work.upto(program, stop))
-            rows += [(FREE, code, who, *place, number, nbytes) for code, nbytes in mine]
+            costs.append(work.upto(program, None if after is None else cut.at[after[0]]))
+            rows += [(FREE, code, who, *place, number, nbytes) for code, nbytes in loaded]
         rows.append((COMPUTE, 0, who, *step, -1, 0))
         costs.append(work.upto(program, None))
-        rows += [(FREE, code, who, *step, -1, nbytes) for code, nbytes in loaded]
-        rows += [(FREE, code, who, *step, -1, nbytes) for code, nbytes in held.items()]
-        at = end
+        rows += [(FREE, code, who, *step, -1, nbytes) for code, nbytes in (*kept, *held.items())]
     return rows, costs
+
+
+def _runs(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+    """Split indices wherever the value at the index changes."""
+    return np.split(at, np.flatnonzero(np.diff(values[at])) + 1)
 
 
 class _Work:
@@ -222,19 +197,16 @@ class _Work:
     def __init__(self, geometry: Geometry, launch: int) -> None:
         w = geometry.record.work
         w = w[w["launch"] == launch]
-        order = np.argsort(w["program"], kind="stable")
-        self._work = w[order]
+        self._work = w[np.argsort(w["program"], kind="stable")]
+        self._flops = np.zeros((len(w), len(KINDS) + 2), np.int64)
+        self._flops[np.arange(len(w)), self._work["kind"]] = self._work["flops"]
         self._next: dict[int, int] = {}
 
     def upto(self, program: int, access: int | None) -> np.ndarray:
         """Return a program's FLOPs since the previous call, up to an access (None: all others)."""
-        total = np.zeros(len(KINDS) + 2, np.int64)
-        w = self._work
-        lo = int(np.searchsorted(w["program"], program))
-        hi = int(np.searchsorted(w["program"], program, side="right"))
-        at = self._next.get(int(program), lo)
-        while at < hi and (access is None or w["at"][at] <= access):
-            total[w["kind"][at]] += w["flops"][at]
-            at += 1
-        self._next[int(program)] = at
-        return total
+        low, end = np.searchsorted(self._work["program"], (program, program + 1))
+        begin = self._next.get(program, low)
+        if access is not None:
+            end = low + np.searchsorted(self._work["at"][low:end], access, side="right")
+        self._next[program] = max(begin, end)
+        return self._flops[begin:end].sum(axis=0)

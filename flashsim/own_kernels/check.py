@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,6 @@ TIMES, TIMES_16 = 16, 2
 #: Rounding errors of an exponent that are allowed: S is a sum of many products.
 ROUNDINGS = 8
 LOG2_E = float(np.log2(np.e))
-_FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
 
 
 @dataclass(frozen=True)
@@ -76,28 +75,22 @@ class Verdict:
         return all(one.right for one in self.outputs)
 
     def __str__(self) -> str:
-        parts = [
-            f"{one.tensor} {'right' if one.right else 'WRONG'} (error {one.error:.1e}, allowed "
-            f"{one.allowed:.1e}"
-            + (f", {one.wrong:,} of {one.size:,} elements)" if one.wrong else ")")
-            for one in self.outputs
-        ]
-        if not self.right:
-            where = f"{self.tensor} of head {self.head}, row {self.row}, column {self.column}"
-            if self.program:
-                who = (
-                    f"first in program {self.program}, line {self.line}: {where} is {self.got:.6g}"
-                )
-            else:
-                who = f"{where} was never stored, so it is {self.got:.6g}"
-            parts.append(f"{who}; it should be {self.wanted:.6g}")
-            if self.step:
-                parts.append(self.step)
-            parts.append(
-                f"a kernel gives these numbers if {self.mistake}"
-                if self.mistake
-                else "no known mistake gives these numbers"
-            )
+        parts = []
+        for one in self.outputs:
+            word = "right" if one.right else "WRONG"
+            many = f", {one.wrong:,} of {one.size:,} elements" if one.wrong else ""
+            errors = f"error {one.error:.1e}, allowed {one.allowed:.1e}{many}"
+            parts.append(f"{one.tensor} {word} ({errors})")
+        if self.right:
+            return "\n".join(parts)
+        where = f"{self.tensor} of head {self.head}, row {self.row}, column {self.column}"
+        who = f"{where} was never stored, so it is {self.got:.6g}"
+        if self.program:
+            who = f"first in program {self.program}, line {self.line}: {where} is {self.got:.6g}"
+        parts.append(f"{who}; it should be {self.wanted:.6g}")
+        parts += [self.step] if self.step else []
+        known = f"a kernel gives these numbers if {self.mistake}"
+        parts.append(known if self.mistake else "no known mistake gives these numbers")
         return "\n".join(parts)
 
 
@@ -113,6 +106,14 @@ def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
     return x.reshape((leads, length) if side.vector else (leads, length, x.shape[-1]))
 
 
+class _Target(NamedTuple):
+    """A result tensor as `matrices`: the kernel's values, the right ones, and the allowed error."""
+
+    got: np.ndarray
+    want: np.ndarray
+    allowed: float
+
+
 def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None = None) -> Verdict:
     """Compare the tensors that a kernel stored with a reference (default: float64 attention)."""
     if not values:
@@ -120,55 +121,35 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
             "this record does not hold the tensors' values, so results cannot be checked; trace "
             "the kernel again with check=True"
         )
-    arrays = {
-        label: matrices(g, code, values[code])
-        for code, label in enumerate(g.labels)
-        if g.record.tensors[code].size
-    }
-    stored = [g.labels[code] for code in g.record.stored]
+    p = g.problem
+    inputs: dict[str, np.ndarray] = {}
     if reference is not None:
-        return _by_reader(g, values, reference)
-    arrays = {name: _without_padding(g.problem, name, x) for name, x in arrays.items()}
-    p, inputs = _of_scores(g.problem, _inputs(g, arrays))
-    wanted: dict[str, np.ndarray] = {}
-    allowed: dict[str, float] = {}
-    direction = _FORWARD if {"O", "L"} & set(stored) else ()
-    if direction and {"Q", "K", "V"} <= inputs.keys():
-        wanted, allowed = _forward(p, inputs)
-    if {"dO", "Q", "K", "V"} <= inputs.keys() and set(stored) & set(_BACKWARD):
-        more, more_allowed = _backward(p, inputs)
-        wanted |= more
-        allowed |= more_allowed
-    wanted = {name: wanted[name] for name in stored if name in wanted}
-    if not wanted:
-        raise TraceError(
-            f"none of the stored tensors ({', '.join(stored)}) can be checked: attention "
-            "computes O, L, dQ, dK or dV from Q, K, V and dO. Name the kernel's parameters by "
-            "names={parameter: name}, or pass a reference: check(lambda inputs: {'y': ...})"
-        )
-    outputs: list[Output] = []
-    wrong: dict[str, np.ndarray] = {}
-    for name, want in wanted.items():
-        if arrays[name].shape != want.shape:
-            raise TraceError(
-                f"{name} has shape {arrays[name].shape} (heads, rows, columns), but the problem "
-                f"implies {want.shape}; pass the kernel's problem as "
-                "problem=flashsim.Problem(...)"
-            )
-        one = _output(name, arrays[name], want, allowed[name], wrong)
-        if name in wrong and name == "L" and _is_m(g):
-            in_base_2 = _output(name, arrays[name], want * LOG2_E, allowed[name] * LOG2_E, {})
+        targets = _by_reader(g, values, reference)
+    else:
+        arrays = {
+            label: _without_padding(p, label, matrices(g, code, values[code]))
+            for code, label in enumerate(g.labels)
+            if g.record.tensors[code].size
+        }
+        p, inputs = _of_scores(p, {name: arrays[name] for name in _inputs(g)})
+        targets = _of_attention(g, p, inputs, arrays)
+    outputs, wrong = [], {}
+    for name, target in targets.items():
+        one, differs = _judged(name, target)
+        holds_m = g.record.tensors[g.labels.index(name)].name.lower().startswith("m")
+        if name == "L" and holds_m and not one.right and reference is None:
+            base_2 = _Target(target.got, target.want * LOG2_E, target.allowed * LOG2_E)
+            in_base_2, _ = _judged("L in base 2", base_2)
             if in_base_2.right:  # what Triton's own example keeps for its backward pass
-                del wrong[name]
-                one = replace(in_base_2, tensor="L in base 2")
+                one = in_base_2
+        if not one.right:
+            wrong[name] = differs
         outputs.append(one)
-    verdict = Verdict(tuple(outputs))
     if not wrong:
-        return verdict
-    got = {name: arrays[name] for name in wanted}
-    mistake = _mistake(g, p, inputs, got, wanted, allowed)
+        return Verdict(tuple(outputs))
+    mistake = _mistake(g, p, inputs, targets) if reference is None else ""
     name = next(iter(wrong))
-    return _located(g, verdict, name, wrong[name], arrays[name], wanted[name], mistake)
+    return _located(g, Verdict(tuple(outputs), mistake, name), wrong[name], targets[name])
 
 
 def _without_padding(p: Problem, name: str, x: np.ndarray) -> np.ndarray:
@@ -177,19 +158,13 @@ def _without_padding(p: Problem, name: str, x: np.ndarray) -> np.ndarray:
     return x[:, : p.n_q] if padded else x
 
 
-def _is_m(g: Geometry) -> bool:
-    """Return True if the tensor that holds the LSE is called M."""
-    return g.record.tensors[g.labels.index("L")].name.lower().startswith("m")
-
-
-def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a kernel's inputs by label: tensors that are loaded before any store to them."""
-    a, found = g.record.accesses, {}
+def _inputs(g: Geometry) -> Iterator[str]:
+    """Yield the labels of a kernel's inputs: tensors that are loaded before any store to them."""
+    a = g.record.accesses
     for code, label in enumerate(g.labels):
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
         if len(ops) and ops[0] == LOAD:
-            found[label] = arrays[label]
-    return found
+            yield label
 
 
 def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
@@ -205,53 +180,64 @@ def _four(p: Problem, x: np.ndarray) -> np.ndarray:
     return x.reshape(p.batch, -1, *x.shape[1:])
 
 
-def _forward(
-    p: Problem, x: Mapping[str, np.ndarray]
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    q, k, v = (_four(p, x[name]) for name in "QKV")
-    out, lse = oracle.attention(q, k, v, p)
-    plain, plain_lse = oracle.attention(q, k, v, p, dtype=p.dtype)
-    wanted = {"O": out.reshape(-1, *out.shape[2:]), "L": lse.reshape(-1, lse.shape[2])}
-    allowed = {
-        "O": _allowed(p, plain - out, out) + _of_exponents(p, lse, out),
-        "L": max(_allowed(p, plain_lse - lse, lse), 1e-5),
-    }
-    return wanted, allowed
+def _of_attention(
+    g: Geometry, p: Problem, x: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]
+) -> dict[str, _Target]:
+    """Return the stored tensors that attention of the inputs `x`, or its gradients, defines."""
+    stored = [g.labels[code] for code in g.record.stored]
+    found: dict[str, tuple[np.ndarray, float]] = {}
+    if {"Q", "K", "V"} <= x.keys():
+        q, k, v = (_four(p, x[name]) for name in "QKV")
+        out, lse = oracle.attention(q, k, v, p)
+        if {"O", "L"} & set(stored):
+            plain, plain_lse = oracle.attention(q, k, v, p, dtype=p.dtype)
+            found["O"] = out, _allowed(p, plain - out, out, lse)
+            found["L"] = lse, max(_allowed(p, plain_lse - lse, lse), 1e-5)
+        if "dO" in x and {"dQ", "dK", "dV", "delta"} & set(stored):
+            inputs = q, k, v, _four(p, x["dO"])
+            exact = oracle.gradients(*inputs, p)
+            rounded = oracle.gradients(*inputs, p, dtype=p.dtype)
+            for name in ("dQ", "dK", "dV"):
+                want = exact[name.lower()]
+                found[name] = want, _allowed(p, rounded[name.lower()] - want, want, lse)
+            if "O" in x:
+                delta = (x["O"] * x["dO"]).sum(axis=-1)[None]
+                found["delta"] = delta, _allowed(p, np.zeros(1), delta) + 1e-5
+    if not set(stored) & found.keys():
+        raise TraceError(
+            f"none of the stored tensors ({', '.join(stored)}) can be checked: attention "
+            "computes O, L, dQ, dK or dV from Q, K, V and dO. Name the kernel's parameters by "
+            "names={parameter: name}, or pass a reference: check(lambda inputs: {'y': ...})"
+        )
+    targets = {}
+    for name in (name for name in stored if name in found):
+        got, (want, allowed) = arrays[name], found[name]
+        want = want.reshape(-1, *want.shape[2:])
+        if got.shape != want.shape:
+            raise TraceError(
+                f"{name} has shape {got.shape} (heads, rows, columns), but the problem implies "
+                f"{want.shape}; pass the kernel's problem as problem=flashsim.Problem(...)"
+            )
+        targets[name] = _Target(got, want, allowed)
+    return targets
 
 
-def _backward(
-    p: Problem, x: Mapping[str, np.ndarray]
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    q, k, v, do = (_four(p, x[name]) for name in ("Q", "K", "V", "dO"))
-    exact = oracle.gradients(q, k, v, do, p)
-    plain = oracle.gradients(q, k, v, do, p, dtype=p.dtype)
-    _, lse = oracle.attention(q, k, v, p)
-    wanted, allowed = {}, {}
-    for name, key in (("dQ", "dq"), ("dK", "dk"), ("dV", "dv")):
-        wanted[name] = exact[key].reshape(-1, *exact[key].shape[2:])
-        allowed[name] = _allowed(p, plain[key] - exact[key], exact[key])
-        allowed[name] += _of_exponents(p, lse, exact[key])
-    if "O" in x:
-        wanted["delta"] = (x["O"] * x["dO"]).sum(axis=-1)
-        allowed["delta"] = _allowed(p, np.zeros(1), wanted["delta"]) + 1e-5
-    return wanted, allowed
+def _allowed(
+    p: Problem, error: np.ndarray, exact: np.ndarray, lse: np.ndarray | None = None
+) -> float:
+    """Return the allowed error: plain attention's error times TIMES, plus one rounding error.
 
-
-def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the allowed error: plain attention's error times TIMES, plus one rounding error."""
+    With `lse`, errors of exponents are allowed, too: a kernel computes P = exp(S - m) or
+    exp(S - L). S, m and L are rounded numbers about as large as L, and their errors multiply P.
+    Plain attention has no such error in a row of one key, for example.
+    """
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     times = TIMES if bits > 16 else TIMES_16
-    return times * _largest(error) + _largest(exact) * 2.0**-bits
-
-
-def _of_exponents(p: Problem, lse: np.ndarray, exact: np.ndarray) -> float:
-    """Return the error allowed because a kernel computes P = exp(S - m) or exp(S - L).
-
-    S, m and L are rounded numbers about as large as L, and their errors multiply P. Plain attention
-    has no such error in a row of one key, for example.
-    """
+    allowed = times * _largest(error) + _largest(exact) * 2.0**-bits
+    if lse is None:
+        return allowed
     bits = 52 if p.dtype == "float64" else 23  # kernels keep these three in float32
-    return ROUNDINGS * 2.0**-bits * _largest(lse) * _largest(exact)
+    return allowed + ROUNDINGS * 2.0**-bits * _largest(lse) * _largest(exact)
 
 
 def _differs(got: np.ndarray, want: np.ndarray, allowed: float) -> np.ndarray:
@@ -260,41 +246,35 @@ def _differs(got: np.ndarray, want: np.ndarray, allowed: float) -> np.ndarray:
     return ~(near | (got == want) | (np.isnan(got) & np.isnan(want)))
 
 
-def _output(
-    name: str, got: np.ndarray, want: np.ndarray, allowed: float, wrong: dict[str, np.ndarray]
-) -> Output:
+def _judged(name: str, target: _Target) -> tuple[Output, np.ndarray]:
+    """Return the check of a result tensor, and a mask of its wrong elements."""
+    got, want, allowed = target
     differs = _differs(got, want, allowed)
-    if differs.any():
-        wrong[name] = differs
     with np.errstate(invalid="ignore"):
-        distance = np.abs(got - want)
-    distance = np.where(got == want, 0, distance)
+        distance = np.where(got == want, 0, np.abs(got - want))
     error = float("nan") if np.isnan(distance).any() else float(distance.max(initial=0))
-    return Output(name, error, allowed, int(differs.sum()), differs.size)
+    return Output(name, error, allowed, int(differs.sum()), differs.size), differs
 
 
 def _mistake(
-    g: Geometry,
-    p: Problem,
-    inputs: Mapping[str, np.ndarray],
-    got: Mapping[str, np.ndarray],
-    wanted: Mapping[str, np.ndarray],
-    allowed: Mapping[str, float],
+    g: Geometry, p: Problem, inputs: Mapping[str, np.ndarray], targets: Mapping[str, _Target]
 ) -> str:
     """Return the first known mistake that explains all the wrong outputs, or "" if none does."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
     own = g.scale
     if own is not None and (own <= 0 or math.isclose(own, p.scale, rel_tol=1e-6)):
         own = None
+
+    def fits(name: str, made: np.ndarray) -> bool:
+        allowed = 2 * targets[name].allowed + 1e-5 * _largest(made)
+        return not (_differs(targets[name].got, made, allowed) & ~np.isnan(made)).any()
+
     with np.errstate(all="ignore"):
         for text, make in mistakes.known(p, inputs, block_q, block_k, own):
             made = make()
-            if not set(made) & set(got):
-                continue
-            every = {name: made.get(name, wanted[name]) for name in got}
-            scale = {n: 2 * allowed[n] + 1e-5 * _largest(every[n]) for n in got}
-            off = {n: _differs(got[n], every[n], scale[n]) & ~np.isnan(every[n]) for n in got}
-            if not any(one.any() for one in off.values()):
+            if set(made) & set(targets) and all(
+                fits(name, made.get(name, one.want)) for name, one in targets.items()
+            ):
                 return text
     return _by_place(g)
 
@@ -319,42 +299,29 @@ def _largest(x: np.ndarray) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0))
 
 
-def _located(
-    g: Geometry,
-    verdict: Verdict,
-    name: str,
-    wrong: np.ndarray,
-    got: np.ndarray,
-    want: np.ndarray,
-    mistake: str,
-) -> Verdict:
+def _located(g: Geometry, verdict: Verdict, wrong: np.ndarray, target: _Target) -> Verdict:
     """Return the verdict with the first wrong element and the program that stored the element."""
-    at = np.argwhere(wrong)[0]
-    head, row, column = int(at[0]), int(at[1]), int(at[2]) if len(at) > 2 else 0
-    a, code = g.record.accesses, g.labels.index(name)
+    at = tuple(np.argwhere(wrong)[0].tolist())
+    head, row, column = (*at, 0)[:3]
+    a, code = g.record.accesses, g.labels.index(verdict.tensor)
     mine = np.flatnonzero((a["tensor"] == code) & (a["op"] != LOAD) & (a["active"] > 0))
     holds = (g.lead[mine] == head) & (g.row[mine] <= row) & (row < g.row[mine] + g.rows[mine])
-    program: tuple[int, ...] = ()
-    line = launch = 0
-    if holds.any():
-        access = a[mine[np.flatnonzero(holds)[-1]]]
-        launch = int(access["launch"])
-        program = g.record.launches[launch].place(int(access["program"]))
-        line = g.record.lines[int(access["line"])][1]
-    return Verdict(
-        verdict.outputs,
-        mistake,
-        name,
-        *(head, row, column, program, line),
-        *(float(got[tuple(at)]), float(want[tuple(at)])),
-        launch=launch,
-    )
+    got, wanted = float(target.got[at]), float(target.want[at])
+    verdict = replace(verdict, head=head, row=row, column=column, got=got, wanted=wanted)
+    if not holds.any():
+        return verdict
+    access = a[mine[np.flatnonzero(holds)[-1]]]
+    launch = int(access["launch"])
+    program = g.record.launches[launch].place(int(access["program"]))
+    line = g.record.lines[int(access["line"])][1]
+    return replace(verdict, launch=launch, program=program, line=line)
 
 
-def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) -> Verdict:
-    """Compare tensors with the results of a user's reference function, element by element."""
-    given = {label: np.array(values[code]) for code, label in enumerate(g.labels)}
-    answer = reference(given)
+def _by_reader(
+    g: Geometry, values: Sequence[np.ndarray], reference: Reference
+) -> dict[str, _Target]:
+    """Return the tensors that a user's reference function computes."""
+    answer = reference({label: np.array(values[code]) for code, label in enumerate(g.labels)})
     stored = {g.labels[code]: code for code in g.record.stored}
     if not isinstance(answer, Mapping):
         if len(stored) != 1:
@@ -363,8 +330,7 @@ def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) 
                 f"arrays by these names, but it returned {shown(answer)}"
             )
         answer = {next(iter(stored)): answer}
-    outputs, first = [], None
-    wrong: dict[str, np.ndarray] = {}
+    targets = {}
     for name, want in answer.items():
         if name not in stored:
             raise TraceError(
@@ -372,7 +338,7 @@ def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) 
                 f"{', '.join(stored)}"
             )
         code = stored[name]
-        got, want = values[code].astype(np.float64), np.asarray(want, np.float64)
+        got, want = values[code], np.asarray(want, np.float64)
         if got.shape != want.shape:
             raise TraceError(
                 f"{name} has shape {got.shape}, but the reference's {name} has shape {want.shape}; "
@@ -380,11 +346,5 @@ def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) 
             )
         bits = {"float64": 40, "float32": 17, "float16": 8}.get(g.record.tensors[code].dtype, 5)
         allowed = _largest(want) * 2.0**-bits
-        outputs.append(_output(name, got, want, allowed, wrong))
-        if name in wrong and first is None:
-            first = name, matrices(g, code, wrong[name]) > 0, matrices(g, code, got)
-            target = matrices(g, code, want)
-    verdict = Verdict(tuple(outputs))
-    if first is None:
-        return verdict
-    return _located(g, verdict, *first, target, "")
+        targets[name] = _Target(matrices(g, code, got), matrices(g, code, want), allowed)
+    return targets

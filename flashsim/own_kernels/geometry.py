@@ -16,6 +16,7 @@ import numpy as np
 from flashsim.errors import FlashSimError, OptionError
 from flashsim.own_kernels.names import labels
 from flashsim.own_kernels.record import KernelRecord
+from flashsim.own_kernels.tensors import KernelTensor
 from flashsim.problem.checks import DTYPES
 from flashsim.problem.problem import MAX_HEAD_DIM, Problem
 from flashsim.schedule.names import LOAD
@@ -68,102 +69,84 @@ class Geometry:
             _stacked(t.shape, label, problem)
             for t, label in zip(record.tensors, self.labels, strict=True)
         ]
-        self._boxes()
-        self._matrices()
-        self.sides = [Sides(AXES.get(x, -1), *self._layout[n]) for n, x in enumerate(self.labels)]
-        self._known_heads(problem)
-        self._split_boxes()
-        self._place_others()
-        self.problem = self._problem(problem, values)
-
-    # -- boxes ----------------------------------------------------------------------------------
-
-    def _boxes(self) -> None:
-        """Convert each access's first and last element to indices along the tensor's axes."""
-        self._low: dict[int, np.ndarray] = {}
-        self._high: dict[int, np.ndarray] = {}
-        self._of: dict[int, np.ndarray] = {}
-        a = self.record.accesses
-        for t in self.record.tensors:
-            mine = np.flatnonzero((a["tensor"] == t.code) & (a["active"] > 0))
-            if not len(mine):
-                continue
-            self._of[t.code] = mine
-            shape = self.shapes[t.code] or (1,)
-            self._low[t.code] = _indices(a["first"][mine], shape)
-            self._high[t.code] = _indices(a["last"][mine], shape)
-            if shape != (t.shape or (1,)):  # a box over two heads holds whole rows of both
-                across = self._low[t.code][0] != self._high[t.code][0]
-                self._low[t.code][1:, across] = 0
-                self._high[t.code][1:, across] = np.array(shape[1:])[:, None] - 1
-
-    def _matrices(self) -> None:
-        """Find out whether each tensor is a matrix or a vector, and which axis holds the rows."""
-        tensors = self.record.tensors
-        self._layout: list[tuple[int, bool]] = []
-        for t, label in zip(tensors, self.labels, strict=True):
-            shape = self.shapes[t.code]
-            thinner = any(
-                len(other.shape) > 1
-                and other.size == t.size * other.shape[-1]
-                and shape[-1] in self.shapes[other.code][:-1]
-                for other in tensors
-                if shape and other is not t
-            )
-            vector = len(shape) < 2 or label in STATISTICS or label == "L_part" or thinner
-            rows = max(len(shape) - 1, 0)
-            if not vector:
-                rows = len(shape) - 2
-                if t.code in self._low:
-                    extent = (self._high[t.code] - self._low[t.code]).max(axis=1)[:-1]
-                    if extent.any():
-                        rows = int(np.argmax(extent))
-            self._layout.append((rows, vector))
-
-    def _known_heads(self, problem: Problem | None) -> None:
-        """Find out if each row of Q is a head with a single query, as in decoding."""
-        self._single = False
-        by = {label: t for label, t in zip(self.labels, self.record.tensors, strict=True)}
-        if "Q" in by and "K" in by:
-            q, k = by["Q"].shape, by["K"].shape
-            one_fewer = len(q) == len(k) - 1 and len(q) >= 2 and k[0] % q[0] in (0, k[0])
-            self._single = one_fewer if problem is None else problem.n_q == 1
-
-    def _split_boxes(self) -> None:
-        n = len(self.record.accesses)
+        n = len(record.accesses)
         self.lead, self.row, self.col = (np.full(n, -1, np.int32) for _ in range(3))
         self.rows, self.cols, self.spans = (np.zeros(n, np.int32) for _ in range(3))
+        self.sides: list[Sides] = []
         self.leads: list[int] = []
         self.lengths: list[int] = []
         self.widths: list[int] = []
-        for t, side in zip(self.record.tensors, self.sides, strict=True):
-            shape = self.shapes[t.code] or (1,)
-            others = [x for x in range(len(shape)) if x != side.rows]
-            if not side.vector:
-                others.remove(len(shape) - 1)
-            single = self._single and side.axis == ROW
-            leads = int(np.prod([shape[x] for x in others], dtype=np.int64))
-            length = shape[side.rows]
-            if single:
-                leads, length = leads * length, 1
-            self.leads.append(leads)
-            self.lengths.append(length)
-            self.widths.append(1 if side.vector else shape[-1])
-            if t.code not in self._of:
-                continue
-            mine, low, high = self._of[t.code], self._low[t.code], self._high[t.code]
-            lead, spans = np.zeros(len(mine), np.int32), np.ones(len(mine), np.int32)
-            for x in others:
-                lead = lead * shape[x] + low[x]
-                spans *= high[x] - low[x] + 1
-            row, rows = low[side.rows], high[side.rows] - low[side.rows] + 1
-            if single:
-                lead, row, rows = lead * shape[side.rows] + row, 0 * row, 0 * row + 1
-            self.lead[mine], self.row[mine], self.rows[mine] = lead, row, rows
-            self.spans[mine] = spans
-            self.col[mine] = 0 if side.vector else low[-1]
-            self.cols[mine] = 1 if side.vector else high[-1] - low[-1] + 1
-        del self._low, self._high  # large with millions of accesses, and not needed any more
+        self._of: dict[int, np.ndarray] = {}  # by tensor, its accesses
+        self._single = self._one_query(problem)
+        for t, label in zip(record.tensors, self.labels, strict=True):
+            low, high = self._box(t)
+            self.sides.append(Sides(AXES.get(label, -1), *self._matrix(t, label, high - low)))
+            self._split(t.code, low, high)
+        self._place_others()
+        self.problem = self._problem(values) if problem is None else problem
+
+    def _one_query(self, problem: Problem | None) -> bool:
+        """Return True if each row of Q is a head with a single query, as in decoding."""
+        by = dict(zip(self.labels, self.record.tensors, strict=True))
+        if "Q" not in by or "K" not in by:
+            return False
+        q, k = by["Q"].shape, by["K"].shape
+        one_fewer = len(q) == len(k) - 1 and len(q) >= 2 and k[0] % q[0] in (0, k[0])
+        return one_fewer if problem is None else problem.n_q == 1
+
+    # -- boxes ----------------------------------------------------------------------------------
+
+    def _box(self, t: KernelTensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lowest and the highest indices of each access, int32 (axes, accesses)."""
+        a, shape = self.record.accesses, self.shapes[t.code] or (1,)
+        mine = np.flatnonzero((a["tensor"] == t.code) & (a["active"] > 0))
+        if len(mine):
+            self._of[t.code] = mine
+        low, high = (_indices(a[name][mine], shape) for name in ("first", "last"))
+        if shape != (t.shape or (1,)):  # a box over two heads holds whole rows of both
+            across = low[0] != high[0]
+            low[1:, across] = 0
+            high[1:, across] = np.array(shape[1:])[:, None] - 1
+        return low, high
+
+    def _matrix(self, t: KernelTensor, label: str, extents: np.ndarray) -> tuple[int, bool]:
+        """Return the axis that holds a tensor's rows, and True if the tensor is a vector."""
+        shape = self.shapes[t.code]
+        thinner = any(
+            len(other.shape) > 1
+            and other.size == t.size * other.shape[-1]
+            and shape[-1] in self.shapes[other.code][:-1]
+            for other in self.record.tensors
+            if shape and other is not t
+        )
+        if len(shape) < 2 or label in STATISTICS or label == "L_part" or thinner:
+            return max(len(shape) - 1, 0), True
+        extent = extents.max(axis=1, initial=0)[:-1]
+        return int(np.argmax(extent)) if extent.any() else len(shape) - 2, False
+
+    def _split(self, code: int, low: np.ndarray, high: np.ndarray) -> None:
+        """Split each access's box into matrices (heads), rows and columns."""
+        shape, side = self.shapes[code] or (1,), self.sides[code]
+        others = [x for x in range(len(shape)) if x != side.rows]
+        if not side.vector:
+            others.remove(len(shape) - 1)
+        single = self._single and side.axis == ROW
+        leads, length = math.prod(shape[x] for x in others), shape[side.rows]
+        self.leads.append(leads * length if single else leads)
+        self.lengths.append(1 if single else length)
+        self.widths.append(1 if side.vector else shape[-1])
+        mine = self._of.get(code, np.zeros(0, np.int64))
+        lead, spans = np.zeros(len(mine), np.int32), np.ones(len(mine), np.int32)
+        for x in others:
+            lead = lead * shape[x] + low[x]
+            spans *= high[x] - low[x] + 1
+        row, rows = low[side.rows], high[side.rows] - low[side.rows] + 1
+        if single:
+            lead, row, rows = lead * length + row, 0 * row, 0 * row + 1
+        self.lead[mine], self.row[mine], self.rows[mine] = lead, row, rows
+        self.spans[mine] = spans
+        self.col[mine] = 0 if side.vector else low[-1]
+        self.cols[mine] = 1 if side.vector else high[-1] - low[-1] + 1
 
     # -- sides ----------------------------------------------------------------------------------
 
@@ -173,14 +156,13 @@ class Geometry:
         self.outer: list[str] = []
         for launch in range(len(self.record.launches)):
             moving: dict[int, tuple[bool, bool]] = {}
-            for t in self.record.tensors:
-                mine = self._of.get(t.code, np.zeros(0, np.int64))
-                mine = mine[a["launch"][mine] == launch]
+            for code, its in self._of.items():
+                mine = its[a["launch"][its] == launch]
                 if len(mine):
                     program = a["program"][mine]
                     down = _varies(program, self.row[mine])
-                    across = not self.sides[t.code].vector and _varies(program, self.col[mine])
-                    moving[t.code] = down, across
+                    across = not self.sides[code].vector and _varies(program, self.col[mine])
+                    moving[code] = down, across
             self.outer.append(self._outer(moving))
             own, other = (ROW, COL) if self.outer[-1] == "queries" else (COL, ROW)
             for code, (down, across) in moving.items():
@@ -200,10 +182,6 @@ class Geometry:
         return "keys" if votes < 0 else "queries"
 
     # -- the problem ----------------------------------------------------------------------------
-
-    def code(self, label: str) -> int | None:
-        """Return the code of the tensor that has this name, or None if there is no such tensor."""
-        return self.labels.index(label) if label in self.labels else None
 
     def constant(self, names: tuple[str, ...]) -> object:
         """Return the value of the first launch argument that has one of these names, or None."""
@@ -241,35 +219,31 @@ class Geometry:
         q = found.get("q") or found["k"]
         return {"cu_seqlens_q": q, "cu_seqlens_k": found.get("k", q)}
 
-    def _problem(self, given: Problem | None, values: Sequence[np.ndarray] = ()) -> Problem:
-        if given is not None:
-            return given
+    def _problem(self, values: Sequence[np.ndarray]) -> Problem:
         rows = self._pick(ROW, ("Q", "O", "dO", "dQ"))
         cols = self._pick(COL, ("K", "V", "dK", "dV"))
         tile = self._pick(TILE, ("S", "P"))
-        n_q = n_kv = 1
-        leads = kv_leads = 1
+        n_q = n_kv = heads = width = 1
         if tile is not None:
-            n_q, n_kv, leads = self.lengths[tile], self.widths[tile], self.leads[tile]
+            n_q, n_kv, heads = self.lengths[tile], self.widths[tile], self.leads[tile]
         if rows is not None:
-            n_q, leads = self.lengths[rows], self.leads[rows]
-        kv_leads = leads
+            n_q, heads, width = self.lengths[rows], self.leads[rows], self.widths[rows]
+        kv_heads = heads
         if cols is not None:
-            n_kv, kv_leads = self.lengths[cols], self.leads[cols]
+            n_kv, kv_heads = self.lengths[cols], self.leads[cols]
         elif tile is None:
             n_kv = n_q
-        width = self.widths[rows] if rows is not None else 1
-        v = self.code("V")
-        width_v = self.widths[v] if v is not None else width
-        heads, kv_heads = leads, kv_leads
+        width_v = self.widths[self.labels.index("V")] if "V" in self.labels else width
         if kv_heads < 1 or heads % kv_heads:
             kv_heads = heads
         batch = 1
-        first = None if rows is None else self.record.tensors[rows].shape
-        if first and len(first) == 4 and heads % first[0] == 0 and kv_heads % first[0] == 0:
+        first = () if rows is None else self.record.tensors[rows].shape
+        if len(first) == 4 and heads % first[0] == 0 and kv_heads % first[0] == 0:
             batch = first[0]
-        causal, scale = self.constant(_CAUSAL), self.constant(_SCALE)
         dtype = next((t.dtype for t in self.record.tensors if t.dtype in DTYPES), "float32")
+        scale = self.scale
+        if scale is not None and math.isclose(scale, width**-0.5, rel_tol=1e-6):
+            scale = None
         try:
             return Problem(
                 n_q=n_q,
@@ -280,9 +254,9 @@ class Geometry:
                 heads=heads // batch,
                 kv_heads=kv_heads // batch,
                 dtype=dtype,
-                causal=bool(causal),
+                causal=bool(self.constant(_CAUSAL)),
                 **self._packed(n_q, n_kv, values),  # type: ignore[arg-type]
-                scale=_scale(scale, width),  # type: ignore[arg-type]
+                scale=scale,  # type: ignore[arg-type]
             )
         except FlashSimError as error:
             raise OptionError(
@@ -292,14 +266,9 @@ class Geometry:
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
         """Return the code of a tensor that is tiled along `axis`; labels in `first` come first."""
-        for label in first:
-            code = self.code(label)
-            if code is not None and self.sides[code].axis == axis:
-                return code
-        for code in self._of:
-            if self.sides[code].axis == axis and not self.sides[code].vector:
-                return code
-        return next((c for c in self._of if self.sides[c].axis == axis), None)
+        known = [self.labels.index(label) for label in first if label in self.labels]
+        used = sorted(self._of, key=lambda code: self.sides[code].vector)
+        return next((c for c in (*known, *used) if self.sides[c].axis == axis), None)
 
     # -- attention ------------------------------------------------------------------------------
 
@@ -331,13 +300,6 @@ def _stacked(shape: tuple[int, ...], label: str, p: Problem | None) -> tuple[int
     if heads == 1 or len(shape) != wide or shape[0] != heads * n:
         return shape
     return (heads, n, *shape[1:])
-
-
-def _scale(given: object, width: int) -> float | None:
-    """Return a kernel's softmax scale, or None if it is 1 / sqrt(d) up to rounding."""
-    if not isinstance(given, (int, float)) or math.isclose(given, width**-0.5, rel_tol=1e-6):
-        return None
-    return float(given)
 
 
 def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -77,8 +77,9 @@ class KernelTrace:
         self.geometry = Geometry(record, names, problem, values)
         kernels = list(dict.fromkeys(one.kernel for one in record.launches))
         self.name = name or ", ".join(kernels)[:60]
-        self.outputs = dict(outputs or {})
         self.values = tuple(values)
+        stored = {self.geometry.labels[code]: values[code] for code in record.stored if values}
+        self.outputs = stored if outputs is None else dict(outputs)
         self.verdict: Verdict | None = None
         self._again = again
 

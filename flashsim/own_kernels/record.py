@@ -76,18 +76,12 @@ class Launch:
 
     def place(self, program: int) -> tuple[int, ...]:
         """Return the grid coordinates of the program with this number."""
-        found = []
-        for side in self.grid:
-            program, at = divmod(program, side)
-            found.append(at)
-        return tuple(found)
+        return tuple(int(x) for x in np.unravel_index(program, self.grid, order="F"))
 
     def number(self, place: Iterable[int]) -> int:
         """Return the number of the program at these grid coordinates."""
-        total, step = 0, 1
-        for at, side in zip(place, self.grid, strict=False):
-            total, step = total + at * step, step * side
-        return total
+        steps = np.cumprod((1, *self.grid)).tolist()
+        return sum(at * step for at, step in zip(place, steps, strict=False))
 
 
 @dataclass(frozen=True)
@@ -179,19 +173,13 @@ def restricted(record: KernelRecord, launches: Sequence[int]) -> KernelRecord:
     accesses, work = parts
     kept = np.flatnonzero(new[record.accesses["launch"]] >= 0)
     work["at"] = np.searchsorted(kept, work["at"])
-    codes = np.unique(accesses["tensor"][accesses["op"] != LOAD]).tolist()
-    return KernelRecord(
-        record.source,
-        record.tensors,
-        tuple(record.launches[n] for n in launches),
-        accesses,
-        work,
-        record.lines,
-        tuple(
-            replace(one, launch=int(new[one.launch]))
-            for one in record.clashes
-            if new[one.launch] >= 0
-        ),
-        {code: mask for code, mask in record.stored.items() if code in codes},
-        record.notes,
+    written = accesses["tensor"][accesses["op"] != LOAD]
+    clashes = [one for one in record.clashes if new[one.launch] >= 0]
+    return replace(
+        record,
+        launches=tuple(record.launches[n] for n in launches),
+        accesses=accesses,
+        work=work,
+        clashes=tuple(replace(one, launch=int(new[one.launch])) for one in clashes),
+        stored={code: mask for code, mask in record.stored.items() if code in written},
     )

@@ -1,7 +1,7 @@
 """`Recorder`: collects a kernel's accesses and FLOPs from the frontends that run kernels."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,7 @@ class Recorder:
         self._program = -1
         self._ordered = False
         self._held_most = 0
-        self._units: dict[int, int] = {}  # bytes per entry of the three arrays below, by buffer
-        self._extent: dict[int, int] = {}  # by buffer, the end of its last tensor in bytes
-        self._writer: dict[int, np.ndarray] = {}  # in this launch: program + 1, < 0 if atomic
-        self._reader: dict[int, np.ndarray] = {}  # in this launch: program + 1, or _SEVERAL
-        self._stored: dict[int, np.ndarray] = {}
+        self._buffers: dict[int, _Buffer] = {}
 
     # -- tensors and launches -------------------------------------------------------------------
 
@@ -70,14 +66,10 @@ class Recorder:
             for one in self.tensors
             if (one.shape, one.strides, one.dtype) == (shape, strides, dtype)
             and one.code not in unlike
-            and (
-                (one.buffer, one.start) == (buffer, start)
-                if buffer is not None
-                else one.name == name
-            )
+            and (one.name == name if buffer is None else (one.buffer, one.start) == (buffer, start))
         ]
-        for one in (*(x for x in known if x.name == name), *known):
-            return one.code
+        if known:
+            return min(known, key=lambda one: one.name != name).code
         code = len(self.tensors)
         names = {one.name for one in self.tensors}
         label, n = name, 2
@@ -86,15 +78,14 @@ class Recorder:
         where = -1 - code if buffer is None else buffer
         made = KernelTensor(label, shape, strides, dtype, int(itemsize), code, where, int(start))
         self.tensors.append(made)
-        unit = self._units.setdefault(where, made.itemsize)
-        if made.itemsize < unit:
+        its = self._buffers.setdefault(where, _Buffer(made.itemsize))
+        if made.itemsize < its.unit:
             raise TraceError(
                 f"{label} has elements of {made.itemsize} B, but a tensor of an earlier launch, "
-                f"whose elements have {unit} B, shares its memory; pass a view with the smaller "
-                "elements to the earlier launch too"
+                f"whose elements have {its.unit} B, shares its memory; pass a view with the "
+                "smaller elements to the earlier launch too"
             )
-        reach = made.start + made.span * made.itemsize
-        self._extent[where] = max(self._extent.get(where, 0), reach)
+        its.end = max(its.end, made.start + made.span * made.itemsize)
         return code
 
     def launch(
@@ -116,8 +107,8 @@ class Recorder:
         self._program = -1
         self._ordered = ordered
         self._held_most = 0
-        self._writer.clear()
-        self._reader.clear()
+        for buffer in self._buffers.values():
+            buffer.writer = buffer.reader = None
         return len(self.launches) - 1
 
     def program(self, place: Iterable[int]) -> None:
@@ -150,17 +141,14 @@ class Recorder:
         """
         number = self._line(line)
         place = len(self.launches) - 1, op, tensor, number, self._program
-        active = int(offsets.size)
-        if tensor < 0 or not active:
+        if tensor < 0 or not offsets.size:
             self._accesses.add((*place, -1, -1, 0, masked, outside, 0, 0))
             return
-        its = self.tensors[tensor]
-        unique = _distinct(offsets)
-        first, last = self._corners(its, unique)
+        its, unique = self.tensors[tensor], _distinct(offsets)
+        corners = self._corners(its, unique)
         sectors = _sectors(its, unique) if sectors is None else sectors
-        self._accesses.add(
-            (*place, first, last, active, masked, outside, int(unique.size), sectors)
-        )
+        lanes = offsets.size, masked, outside, unique.size
+        self._accesses.add((*place, *corners, *lanes, sectors))
         self._watch(op, its, unique, number)
 
     def block(
@@ -174,10 +162,7 @@ class Recorder:
     ) -> None:
         """Record an access to the elements that a NumPy-like index selects."""
         offsets = self.tensors[tensor].offsets(index)
-        if mask is None:
-            self.access(op, tensor, offsets, line=line)
-            return
-        mask = np.broadcast_to(mask, offsets.shape)
+        mask = np.broadcast_to(True if mask is None else mask, offsets.shape)
         self.access(op, tensor, offsets[mask], masked=int((~mask).sum()), line=line)
 
     def work(self, kind: str, flops: int, *, line: tuple[str, int] = ("?", 0)) -> None:
@@ -201,8 +186,8 @@ class Recorder:
         """Return the record so far; later calls can record more accesses."""
         stored = {}
         for one in self.tensors:
-            if one.buffer in self._stored and one.size:
-                whole = self._stored[one.buffer]
+            whole = self._buffers[one.buffer].stored
+            if whole is not None and one.size:
                 offsets = one.offsets(tuple(slice(None) for _ in one.shape))
                 mask = whole[self._places(one, offsets)]
                 if mask.any():
@@ -246,76 +231,82 @@ class Recorder:
         return first, last
 
     def _places(self, its: KernelTensor, offsets: np.ndarray) -> np.ndarray:
-        return (its.start + offsets * its.itemsize) // self._units[its.buffer]
-
-    def _run(self, its: KernelTensor, unique: np.ndarray) -> slice | np.ndarray:
-        """Return the indices of elements: a slice for contiguous elements, otherwise an array."""
-        if _is_run(unique) and its.itemsize == self._units[its.buffer]:
-            first = its.start // its.itemsize + int(unique[0])
-            return slice(first, first + len(unique))
-        return self._places(its, unique)
-
-    def _board(self, boards: dict[int, np.ndarray], buffer: int, dtype: Any) -> np.ndarray:
-        size = -(-self._extent[buffer] // self._units[buffer])
-        board = boards.get(buffer)
-        if board is None or len(board) < size:
-            grown = np.zeros(size, dtype)
-            if board is not None:
-                grown[: len(board)] = board
-            boards[buffer] = board = grown
-        return board
+        return (its.start + offsets * its.itemsize) // self._buffers[its.buffer].unit
 
     def _watch(self, op: int, its: KernelTensor, unique: np.ndarray, line: int) -> None:
         """Note which program accessed these elements; record data races with other programs."""
-        places, me = self._run(its, unique), self._program + 1
-        writer = self._writer.get(its.buffer)
+        buffer, me = self._buffers[its.buffer], self._program + 1
+        run = _is_run(unique) and its.itemsize == buffer.unit
+        places: Any = self._places(its, unique[:1] if run else unique)
+        if run:
+            places = slice(int(places[0]), int(places[0]) + len(unique))
         if op == LOAD:
-            if writer is not None:
-                writer = self._board(self._writer, its.buffer, np.int32)
-                before = writer[places]
-                self._clash("read of another's store", its, unique, before, me, line)
-            reader = self._board(self._reader, its.buffer, np.int32)
+            if buffer.writer is not None:
+                before = buffer.grown("writer", np.int32)[places]
+                self._clash("read of another's store", its, unique, before, line)
+            reader = buffer.grown("reader", np.int32)
             before = reader[places]
             if not before.any():
                 reader[places] = me
             elif before.min() != _SEVERAL and (before != me).any():
                 reader[places] = np.where((before == 0) | (before == me), me, _SEVERAL)
             return
-        writer = self._board(self._writer, its.buffer, np.int32)
+        writer = buffer.grown("writer", np.int32)
         before = writer[places]
-        if op == ATOMIC:
-            self._clash("two stores", its, unique, np.where(before < 0, 0, before), me, line)
-        else:
-            self._clash("two stores", its, unique, before, me, line)
-        if its.buffer in self._reader:
-            reader = self._board(self._reader, its.buffer, np.int32)
-            self._clash("read of another's store", its, unique, reader[places], me, line)
+        atomic = op == ATOMIC
+        others = np.where(before < 0, 0, before) if atomic else before
+        self._clash("two stores", its, unique, others, line)
+        if buffer.reader is not None:
+            readers = buffer.grown("reader", np.int32)[places]
+            self._clash("read of another's store", its, unique, readers, line)
         several = (before < 0) & (before != -me)
-        writer[places] = np.where(several, -_SEVERAL, -me) if op == ATOMIC else me
-        self._board(self._stored, its.buffer, bool)[places] = True
+        writer[places] = np.where(several, -_SEVERAL, -me) if atomic else me
+        buffer.grown("stored", bool)[places] = True
 
     def _clash(
-        self,
-        kind: str,
-        its: KernelTensor,
-        unique: np.ndarray,
-        before: np.ndarray,
-        me: int,
-        line: int,
+        self, kind: str, its: KernelTensor, unique: np.ndarray, before: np.ndarray, line: int
     ) -> None:
+        me, launch = self._program + 1, len(self.launches) - 1
         other = (before != 0) & (np.abs(before) != me)
         if self._ordered or not other.any():
             return
-        at = int(np.argmax(other))
-        key = kind, len(self.launches) - 1, its.code
-        known = self._clashes.get(key)
-        if known is not None:
-            self._clashes[key] = replace(known, count=known.count + 1)
-            return
-        element, _ = self._corners(its, unique[at : at + 1])
-        who = abs(int(before[at]))
-        first = -1 if who == _SEVERAL else who - 1
-        self._clashes[key] = Clash(kind, key[1], its.code, first, me - 1, line, element)
+        known = self._clashes.get((kind, launch, its.code))
+        if known is None:
+            at = int(np.argmax(other))
+            element, _ = self._corners(its, unique[at : at + 1])
+            who = abs(int(before[at]))
+            first = -1 if who == _SEVERAL else who - 1
+            known = Clash(kind, launch, its.code, first, me - 1, line, element, count=0)
+        self._clashes[kind, launch, its.code] = replace(known, count=known.count + 1)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """One allocation, and which programs accessed each of its units.
+
+    Attributes
+    ----------
+    unit : bytes per entry of the three arrays, which are None until they are needed
+    end : the end of the allocation's last tensor, in bytes
+    writer : the program + 1 that stored in this launch, negative if by an atomic operation
+    reader : the program + 1 that loaded in this launch, or _SEVERAL
+    stored : whether any launch stored the unit
+    """
+
+    unit: int
+    end: int = 0
+    writer: np.ndarray | None = None
+    reader: np.ndarray | None = None
+    stored: np.ndarray | None = None
+
+    def grown(self, name: str, dtype: Any) -> np.ndarray:
+        """Return one of the arrays, which is extended to the end of the last tensor."""
+        board, size = getattr(self, name), -(-self.end // self.unit)
+        if board is None or len(board) < size:
+            old = np.zeros(0, dtype) if board is None else board
+            board = np.concatenate([old, np.zeros(size - len(old), dtype)])
+            setattr(self, name, board)
+        return board
 
 
 _SEVERAL = np.iinfo(np.int32).max

@@ -183,8 +183,29 @@ def window(window: Any) -> tuple[int, int] | None:
     return int(left), int(right)
 
 
-def cu_seqlens(name: str, values: Any, total: int, first: int = 0) -> tuple[int, ...]:
-    """Return packed sequences' offsets, which start at `first`, never decrease, and end at `total`.
+def packed(
+    of_q: Any, of_k: Any, batch: int, n_q: int, n_kv: int, prefix: int = 0
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offsets of packed sequences' queries and keys, after checking that they fit.
+
+    The offsets of keys start after a shared prefix of `prefix` keys.
+    """
+    if batch != 1:
+        raise ShapeError(
+            "with cu_seqlens, all sequences are packed into one batch entry, so batch must "
+            f"be 1, got {batch}"
+        )
+    q, k = _offsets("cu_seqlens_q", of_q, n_q), _offsets("cu_seqlens_k", of_k, n_kv, prefix)
+    if len(q) != len(k):
+        raise ShapeError(
+            "cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got "
+            f"{len(q) - 1} and {len(k) - 1}"
+        )
+    return q, k
+
+
+def _offsets(name: str, values: Any, total: int, first: int = 0) -> tuple[int, ...]:
+    """Return offsets, which start at `first`, never decrease, and end at `total`.
 
     Two equal consecutive offsets are valid, and stand for an empty sequence.
     """

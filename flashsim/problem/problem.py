@@ -282,21 +282,10 @@ class Problem:
             raise ShapeError("cu_seqlens_q and cu_seqlens_k must be passed together, got only one")
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return
-        if self.batch != 1:
-            raise ShapeError(
-                "with cu_seqlens, all sequences are packed into one batch entry, so batch must "
-                f"be 1, got {self.batch}"
-            )
-        q = checks.cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, self.n_q)
-        k = checks.cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, self.n_kv, self.shared_prefix)
+        lengths = self.batch, self.n_q, self.n_kv, self.shared_prefix
+        q, k = checks.packed(self.cu_seqlens_q, self.cu_seqlens_k, *lengths)
         put("cu_seqlens_q", q)
         put("cu_seqlens_k", k)
-        nq, nk = len(q), len(k)
-        if nq != nk:
-            raise ShapeError(
-                "cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got "
-                f"{nq - 1} and {nk - 1}"
-            )
 
     def _check_prefix(self, prefix: int) -> None:
         """Raise an error unless all queries see the shared prefix, and it fills complete pages."""
@@ -357,8 +346,8 @@ class Problem:
                 "block_mask must be a flashsim.BlockMask(grid, block_q, block_k), got "
                 f"{type(mask).__name__}"
             )
-        longest_q = max(s.q_stop - s.q_start for s in self.sequences)
-        longest_k = max(s.k_stop - s.k_start for s in self.sequences)
+        longest = self._extents()
+        longest_q, longest_k = longest["q"], longest["k"]
         need = -(-longest_q // mask.block_q), -(-longest_k // mask.block_k)
         if mask.grid.shape != need:
             raise ShapeError(

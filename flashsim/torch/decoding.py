@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,17 +108,6 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     return given if given.dtype == torch.int32 else given.to(torch.int32)
 
 
-class _Question(NamedTuple):
-    """The options of a decoding call; `left` and `right` are the limits of the sliding window."""
-
-    causal: bool
-    left: int
-    right: int
-    softcap: float
-    scale: float | None
-    splits: int
-
-
 _LIBRARY = torch.library.Library("flashsim", "FRAGMENT")
 _LIBRARY.define(
     "decode(Tensor q, Tensor k, Tensor v, Tensor? lengths, Tensor? table, Tensor? starts, "
@@ -130,49 +119,33 @@ _DECODERS: dict[tuple[Any, ...], Any] = {}
 _MOST = 1024
 
 
-def _on_gpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    starts: Tensor | None,
-    entries: Tensor | None,
-    *asked: Any,
-) -> tuple[Tensor, Tensor]:
+def _on_gpu(*call: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, _, table, starts, entries, *_ = call
+    asked = call[7:]
     pages = None if table is None else (table.shape, table.stride(), table.dtype, table.device)
     key = (
         *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         *(pages, starts is None, entries is None, asked, *map(type, asked)),
     )
     try:
-        call = _DECODERS[key]
+        decoder = _DECODERS[key]
     except KeyError:
-        problem = _problem(q, k, v, table, starts, entries, _Question(*asked))
-        call, widest = None, max(problem.head_dim, problem.head_dim_v)
+        problem = _problem(call)
+        decoder, widest = None, max(problem.head_dim, problem.head_dim_v)
         if problem.dtype in ("float16", "bfloat16") and widest <= 256:
             import flashsim.backends.cupy_gpu.engine as cupy_engine
 
             page = 0 if table is None else k.shape[2]
-            call = cupy_engine.decoder(problem, q, page, asked[-1] or None)
+            decoder = cupy_engine.decoder(problem, q, page, asked[-1] or None)
         if len(_DECODERS) >= _MOST:
             _DECODERS.clear()
-        _DECODERS[key] = call
-    if call is None:
-        return _written_out(q, k, v, lengths, table, starts, entries, *asked)
-    return call(q, k, v, lengths, table, starts, entries)
+        _DECODERS[key] = decoder
+    return _written_out(*call) if decoder is None else decoder(*call[:7])
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    starts: Tensor | None,
-    entries: Tensor | None,
-    asked: _Question,
-) -> Problem:
+def _problem(call: tuple[Any, ...]) -> Problem:
     """Check shapes and types, and return a `Problem` that assumes that all cached keys are live."""
+    q, k, v, _, table, starts, entries, causal, left, right, softcap, scale, _ = call
     found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
         raise ShapeError(
@@ -220,25 +193,16 @@ def _problem(
         heads=heads,
         kv_heads=k.shape[1],
         dtype=name_of(q.dtype),
-        causal=bool(asked.causal) and n_q > 1,
-        window=None if asked.left < 0 and asked.right < 0 else (asked.left, asked.right),
-        softcap=asked.softcap,
-        scale=asked.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
+        causal=bool(causal) and n_q > 1,
+        window=None if left < 0 and right < 0 else (left, right),
+        softcap=softcap,
+        scale=scale,
     )
 
 
-def _written_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    starts: Tensor | None,
-    entries: Tensor | None,
-    *asked: Any,
-) -> tuple[Tensor, Tensor]:
+def _written_out(*call: Any) -> tuple[Tensor, Tensor]:
     """Decode with torch's own operators in float32 or wider, without waiting for the GPU."""
-    causal, left, right, softcap, scale, _ = asked
+    q, k, v, lengths, table, starts, entries, causal, left, right, softcap, scale, _ = call
     batch, heads, n_q, d = q.shape
     if table is not None:
         pages = table.long().clamp(0, k.shape[0] - 1)
@@ -272,41 +236,23 @@ def _written_out(
     return out.view(*shape, -1).to(q.dtype), lse.reshape(shape)
 
 
-def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    starts: Tensor | None,
-    entries: Tensor | None,
-    *asked: Any,
-) -> tuple[Tensor, Tensor]:
+def _packed(*call: Any) -> tuple[Tensor, Tensor]:
     """Decode on any engine, after copying the live keys of all sequences into one packed array."""
-    question = _Question(*asked)
-    problem = _problem(q, k, v, table, starts, entries, question)
-    n, batch, n_q = problem.n_kv, q.shape[0], q.shape[2]
-    stops = [n] * batch if lengths is None else lengths.clamp(0, n).tolist()
-    begins = [0] * batch if starts is None else starts.clamp_min(0).tolist()
-    rows = range(batch) if entries is None else entries.tolist()
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    for b, (begin, stop, row) in enumerate(zip(begins, stops, rows, strict=True)):
-        for x, parts in ((k, keys), (v, values)):
-            if table is None:
-                whole = x[row]
-            else:
-                used = table[b, : -(-stop // x.shape[2])].long()
-                whole = x[used].transpose(0, 1).flatten(1, 2)
-            parts.append(whole[:, min(begin, stop) : stop])
-    cu_k = tuple(accumulate((x.shape[1] for x in keys), initial=0))
+    q, k, v, lengths, table, starts, entries = call[:7]
+    problem = _problem(call)
+    batch, n_q = q.shape[0], q.shape[2]
+    stops = [problem.n_kv] * batch
+    if lengths is not None:
+        stops = lengths.clamp(0, problem.n_kv).tolist()
+    begins = None if starts is None else starts.clamp_min(0).tolist()
+    k, v, cu_k = live(k, v, stops, begins, None if entries is None else entries.tolist(), table)
     rows_of_q = q.transpose(0, 1).reshape(1, q.shape[1], batch * n_q, -1)
     result = execution.run(
-        *(readable(x) for x in (rows_of_q, torch.cat(keys, 1)[None], torch.cat(values, 1)[None])),
+        *map(readable, (rows_of_q, k, v)),
         causal=problem.causal,
         window=problem.window,
-        softcap=question.softcap,
-        scale=question.scale,
+        softcap=problem.softcap,
+        scale=problem.scale,
         cu_seqlens_q=tuple(range(0, batch * n_q + 1, n_q)),
         cu_seqlens_k=cu_k,
         backend="cupy" if q.is_cuda else "numba",
@@ -314,6 +260,33 @@ def _packed(
     shape = (q.shape[1], batch, n_q)
     out = result.out.reshape(*shape, -1).transpose(0, 1).contiguous()
     return out, result.lse.reshape(shape).transpose(0, 1).contiguous()
+
+
+def live(
+    k: Tensor,
+    v: Tensor,
+    stops: Sequence[int],
+    starts: Sequence[int] | None = None,
+    entries: Sequence[int] | None = None,
+    table: Tensor | None = None,
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Copy the live keys and values of all sequences, each to (1, kv_heads, tokens, width).
+
+    Also return the offsets of the sequences. The caches and the table are those of `decode`.
+    """
+    packed = []
+    for x in (k, v):
+        parts = []
+        for b, stop in enumerate(stops):
+            if table is None:
+                whole = x[b if entries is None else entries[b]]
+            else:
+                used = table[b, : -(-stop // x.shape[2])].long()
+                whole = x[used].transpose(0, 1).flatten(1, 2)
+            parts.append(whole[:, min(0 if starts is None else starts[b], stop) : stop])
+        packed.append(torch.cat(parts, 1)[None])
+    offsets = tuple(accumulate((part.shape[1] for part in parts), initial=0))
+    return packed[0], packed[1], offsets
 
 
 _LIBRARY.impl("decode", _on_gpu, "CUDA")

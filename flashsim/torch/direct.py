@@ -12,13 +12,15 @@ with and without a gradient return the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashsim.api import execution, inputs
+from flashsim.api import inputs
 from flashsim.api.array_libraries import from_torch
 from flashsim.api.arrays import warn_of_overflow
 from flashsim.api.inputs import Request
@@ -46,26 +48,24 @@ class Ready:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
         self.question = dict(zip(NAMES, question, strict=True))
-        run = {**self.question}
+        run = ops.keywords(**self.question)
         deterministic = run.pop("deterministic")
-        self._run = ops.keywords(**run)
-        self._deterministic = deterministic
-        self.forward: Any = self._slow_forward
+        self.forward: Any = partial(ops.run, **run)
         self.output: Any = self._output
         self.by_token: Any = self._by_token
-        self.backward: Any = self._slow_backward
-        if _few(q, k, v) and self._run["backend"] == "cupy":
-            self.forward = decoder = _decoder(q, k, v, Request(**self._run))
+        self.backward: Any = partial(_gradients, deterministic=deterministic, **run)
+        if _few(q, k, v) and run["backend"] == "cupy":
+            self.forward = decoder = _decoder(q, k, v, Request(**run))
             self.output, self.by_token = decoder.output, decoder.by_token
             return
-        asked, job = ask(Request(**self._run), *map(readable, (q, k, v)))
+        asked, job = ask(Request(**run), *map(readable, (q, k, v)))
         if asked.empty or asked.ndim != 4:
             return
         # This object must not keep the call's tensors alive.
         bare = job.given(None, None, None)
         kept = replace(asked, job=bare)
         if asked.host.library:
-            self.forward = _OnCpu(kept)
+            self.forward = _on_cpu(kept)
             return
         direct = getattr(asked.engine, "direct", None)
         made = direct and direct(
@@ -77,48 +77,34 @@ class Ready:
         if made:
             self.forward, self.backward = made.forward, made.backward
 
-    def _slow_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result = execution.run(*map(readable, (q, k, v)), **self._run)
-        return result.out, result.lse
-
     def _output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.forward(q, k, v)[0]
 
     def _by_token(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.forward(q, k, v)[0].transpose(1, 2).contiguous()
 
-    def _slow_backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        got = execution.backward(
-            *map(readable, (q, k, v, out, lse, dout)),
-            dlse=None if dlse is None else readable(dlse),
-            deterministic=self._deterministic,
-            **self._run,
-        )
-        return got.dq, got.dk, got.dv
+
+def _gradients(
+    *tensors: Tensor | None, deterministic: bool | None, **told: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv, given q, k, v, out, lse, dout and, if it is not None, dlse."""
+    dlse = tensors[6] if len(tensors) > 6 else None
+    got = ops.run_backward(*tensors[:6], dlse=dlse, deterministic=deterministic, **told)
+    return got.dq, got.dk, got.dv
 
 
-class _OnCpu:
-    """The forward pass of a checked call on a CPU engine."""
+def _on_cpu(asked: Checked) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the forward pass of a checked call on a CPU engine."""
+    checked, run, give = asked.job, asked.engine.forward, asked.host.give
 
-    def __init__(self, asked: Checked) -> None:
-        self._job, self._run, self._host = asked.job, asked.engine.forward, asked.host
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the forward pass of attention, and return out and the LSE."""
-        job = self._job.given(_numbers(q), _numbers(k), _numbers(v))
-        outcome, give = self._run(job), self._host.give
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        job = checked.given(_numbers(q), _numbers(k), _numbers(v))
+        outcome = run(job)
         if unseen := outcome.unseen("out"):
             warn_of_overflow(unseen, job.arrays)
         return give(outcome.arrays["out"]), give(outcome.arrays["lse"])
+
+    return forward
 
 
 def _numbers(x: Tensor) -> Any:
@@ -326,25 +312,20 @@ def spoken(softcap: float, scale: float | None, text: str) -> Question:
     return causal, left, right, softcap, scale, algorithm, deterministic, by
 
 
+def told(softcap: float, scale: float | None, text: str) -> dict[str, Any]:
+    """Return the options that `spoken` returns, by their `NAMES`."""
+    return dict(zip(NAMES, spoken(softcap, scale, text), strict=True))
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, softcap: float, scale: float | None, question: str
 ) -> tuple[Tensor, Tensor]:
     return ready(q, k, v, spoken(softcap, scale, question)).forward(q, k, v)
 
 
-def _attend_backward(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softcap: float,
-    scale: float | None,
-    question: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    call = ready(q, k, v, spoken(softcap, scale, question))
-    return call.backward(q, k, v, out, lse, dout)
+def _attend_backward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dout, out, lse, q, k, v, softcap, scale, question = call
+    return ready(q, k, v, spoken(softcap, scale, question)).backward(q, k, v, out, lse, dout)
 
 
 for _device in ("CPU", "CUDA"):
@@ -355,18 +336,13 @@ for _device in ("CPU", "CUDA"):
 
 @torch.library.register_fake("flashsim::attend_without_gradient", lib=_LIBRARY)
 @torch.library.register_fake("flashsim::attend", lib=_LIBRARY)
-def _attend_shapes(
-    q: Tensor, k: Tensor, v: Tensor, softcap: float, scale: Any, question: str
-) -> Any:
-    asked = dict(zip(NAMES, spoken(softcap, scale, question), strict=True))
-    return ops.forward_shapes(q, k, v, None, None, None, **asked)
+def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> Any:
+    return ops.forward_shapes(q, k, v, None, None, **told(*asked))
 
 
 @torch.library.register_fake("flashsim::attend_backward", lib=_LIBRARY)
-def _attend_backward_shapes(
-    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> Any:
-    return ops.backward_shapes(dout, out, lse, None, q, k, v, None)[:3]
+def _attend_backward_shapes(*call: Any) -> Any:
+    return [x.new_empty(x.shape) for x in call[3:6]]
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
@@ -383,8 +359,8 @@ def _pull_back(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     if dlse is None:
         backward = torch.ops.flashsim.attend_backward.default
         return (*backward(dout, out, lse, q, k, v, *ctx.asked), None, None, None)
-    asked = dict(zip(NAMES, spoken(*ctx.asked), strict=True))
-    dq, dk, dv, *_ = ops.pulled_back(dout, out, lse, dlse, q, k, v, None, None, None, **asked)
+    given = dout, out, lse, dlse, q, k, v, None, None, None
+    dq, dk, dv, *_ = ops.pulled_back(*given, **told(*ctx.asked))
     return dq, dk, dv, None, None, None
 
 
@@ -395,19 +371,14 @@ torch.library.register_autograd("flashsim::attend_backward", ops.no_second, lib=
 @torch.library.register_vmap("flashsim::attend_without_gradient", lib=_LIBRARY)
 @torch.library.register_vmap("flashsim::attend", lib=_LIBRARY)
 def _folded(info: Any, dims: Any, q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> Any:
-    question = dict(zip(NAMES, spoken(*asked), strict=True))
-    return ops.forward_folded(ops.forward, info, dims, q, k, v, None, None, None, **question)
+    return ops.folded(ops.forward, info, dims, q, k, v, None, None, None, **told(*asked))
 
 
 @torch.library.register_vmap("flashsim::attend_backward", lib=_LIBRARY)
-def _backward_folded(
-    info: Any, dims: Any, dout: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> Any:
-    *qkv, softcap, scale, text = rest
-    question = dict(zip(NAMES, spoken(softcap, scale, text), strict=True))
-    tensors = dout, out, lse, None, *qkv, None, None, None
-    axes = (*dims[:3], None, *dims[3:6], None, None, None)
-    found, at = ops.backward_folded(ops.backward, info, axes, *tensors, **question)
+def _backward_folded(info: Any, dims: Any, *call: Any) -> Any:
+    tensors = *call[:3], None, *call[3:6], None, None, None
+    axes = *dims[:3], None, *dims[3:6], None
+    found, at = ops.folded(ops.backward, info, axes, *tensors, **told(*call[6:]))
     return found[:3], at[:3]
 
 

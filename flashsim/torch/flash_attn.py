@@ -72,12 +72,9 @@ def flash_attn_func(
     core.no_dropout(dropout_p)
     out, lse = core.attend(
         *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        softcap=softcap,
-        slopes=alibi_slopes,
-        deterministic=deterministic,
+        scores=core.Scores(
+            softmax_scale, causal, window_size, softcap, deterministic, slopes=alibi_slopes
+        ),
     )
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
@@ -161,15 +158,11 @@ def flash_attn_varlen_func(
         With `return_attn_probs`, also the LSE, (heads, tokens) in float32, and None.
     """
     core.no_dropout(dropout_p)
-    out, lse = core.varlen(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table),
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        softcap=softcap,
-        slopes=alibi_slopes,
-        deterministic=deterministic,
+    scores = core.Scores(
+        softmax_scale, causal, window_size, softcap, deterministic, slopes=alibi_slopes
     )
+    offsets = cu_seqlens_q, cu_seqlens_k
+    out, lse = core.varlen((q, k, v, None), offsets, block_table, (None, None), scores)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -274,17 +267,12 @@ def flash_attn_with_kvcache(
     Tensor, (batch, n_q, heads, head_dim_v)
         With `return_softmax_lse`, also the LSE, (batch, heads, n_q) in float32.
     """
-    out, lse = core.with_cache(
-        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
-        *(cache_leftpad, block_table),
-        interleaved=rotary_interleaved,
-        splits=num_splits,
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        softcap=softcap,
-        slopes=alibi_slopes,
+    cache = core.Cache(
+        *(k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
+        *(cache_leftpad, block_table, rotary_interleaved, num_splits),
     )
+    scores = core.Scores(softmax_scale, causal, window_size, softcap, slopes=alibi_slopes)
+    out, lse = core.with_cache(q, cache, scores)
     return (out, lse) if return_softmax_lse else out
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
 from flashsim.functions.mask import MaskFunction
-from flashsim.torch.decoding import decode
-from flashsim.torch.flex import with_functions
+from flashsim.torch import decoding
+from flashsim.torch.flex import Tensors, with_functions
 from flashsim.torch.functional import attention, check_sinks, default_backend, taken
 
 Window = Sequence[int | None]
@@ -20,37 +21,81 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 _FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2"))
 
 
+class Scores(NamedTuple):
+    """How scores are computed; the names are those of `flashsim.run`, except:
+
+    - `window` may have None for no limit. If `signed` is false, a negative number also means no
+      limit. If `signed` is true, a negative number moves the limit to the diagonal's opposite side.
+    - `chunk`: queries see keys of their own chunk of this many positions; 0: all keys.
+    - `slopes`: ALiBi's, (heads,) or (sequences, heads). `descales`: factors of FP8 q, k and v.
+    """
+
+    scale: float | None
+    causal: bool
+    window: Window
+    softcap: float
+    deterministic: bool = False
+    chunk: int = 0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    signed: bool = False
+    descales: tuple[Tensor | None, ...] = (None, None, None)
+
+
+class Cache(NamedTuple):
+    """A KV cache in flash-attention's layout, and the new keys and values that are appended to it.
+
+    `k` and `v` are (entries, n, heads, d) or, with a block table, (pages, page_size, heads, d). New
+    rows are rotated by `cos` and `sin` at the positions `at`, or at `lengths` if `at` is None.
+    """
+
+    k: Tensor
+    v: Tensor
+    new_k: Tensor | None
+    new_v: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    lengths: Any
+    entries: Tensor | None
+    starts: Tensor | None
+    table: Tensor | None
+    interleaved: bool = True
+    splits: int = 0
+    at: Tensor | None = None
+
+
 def varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    packed: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    offsets: tuple[Any, Any],
     table: Tensor | None,
-    used_q: Tensor | None = None,
-    used_k: Tensor | None = None,
-    qv: Tensor | None = None,
-    **options: Any,
+    used: tuple[Tensor | None, Tensor | None],
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
-    """Return packed sequences' output (tokens, heads, d) and LSE (heads, tokens)."""
-    of_q, of_k = _offsets("cu_seqlens_q", cu_seqlens_q), _offsets("cu_seqlens_k", cu_seqlens_k)
+    """Return packed sequences' output (tokens, heads, d) and LSE (heads, tokens).
+
+    `packed` are q, k, v and qv; `offsets` and `used` are of the queries and of the keys.
+    """
+    q, k, v, qv = packed
+    of_q, of_k = (_offsets(f"cu_seqlens_{x}", of) for x, of in zip("qk", offsets, strict=True))
     if len(of_q) != len(of_k):
         raise ShapeError(
             "cu_seqlens_q and cu_seqlens_k must have the same number of sequences, got "
             f"{len(of_q) - 1} and {len(of_k) - 1}"
         )
     if table is not None:
-        k, v = _from_pages(k, table, of_k), _from_pages(v, table, of_k)
+        stops = [b - a for a, b in pairwise(of_k)]
+        pages = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (x[0].transpose(0, 1) for x in decoding.live(*pages, stops, table=table)[:2])
     tokens = q.shape[0]
-    rows_q, cut_q = _kept_rows(of_q, _used("seqused_q", used_q, of_q), q)
-    rows_k, cut_k = _kept_rows(of_k, _used("seqused_k", used_k, of_k), k)
+    rows_q, cut_q = _kept_rows(of_q, _used("seqused_q", used[0], of_q), q)
+    rows_k, cut_k = _kept_rows(of_k, _used("seqused_k", used[1], of_k), k)
     if rows_k is not None:
         k, v = k.index_select(0, rows_k), v.index_select(0, rows_k)
     if rows_q is not None:
         q = q.index_select(0, rows_q)
         qv = None if qv is None else qv.index_select(0, rows_q)
     by_head = [None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, qv)]
-    out, lse = attend(*by_head, cuts=(cut_q, cut_k), **options)
+    out, lse = attend(*by_head, scores=scores, cuts=(cut_q, cut_k))
     out, lse = out[0].transpose(0, 1), lse[0]
     if rows_q is not None:
         out = out.new_zeros(tokens, *out.shape[1:]).index_copy(0, rows_q, out)
@@ -60,173 +105,150 @@ def varlen(
 
 
 def with_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    lengths: int | Tensor | None,
-    entries: Tensor | None,
-    starts: Tensor | None,
-    table: Tensor | None,
-    *,
-    interleaved: bool,
-    splits: int,
-    at: Tensor | None = None,
-    qv: Tensor | None = None,
-    **options: Any,
+    q: Tensor, cache: Cache, scores: Scores, qv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rotate new rows, append keys and values to the cache, and compute attention over the cache.
 
     The results are an output of shape (batch, n_q, heads, d) and an LSE of shape (batch, heads,
-    n_q). New rows are rotated by the positions in `at`, or by `lengths` if `at` is None.
+    n_q).
     """
-    if table is not None and entries is not None:
-        table, entries = table[entries.long()], None
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+    cache = _checked(cache)
+    for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
         if x.stride(-1) != 1:
             raise ShapeError(
                 f"{name} must have a contiguous last dimension, got strides {x.stride()}; pass "
                 f"{name}.contiguous()"
             )
-    if (k is None) != (v is None):
-        raise OptionError(
-            "k= and v= hold the new keys and values, but only one of them was passed; pass "
-            "both, or neither"
-        )
     batch, n_q = q.shape[:2]
-    if isinstance(lengths, int):
-        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
-    if cos is not None:
-        if sin is None or k is None or lengths is None:
-            raise OptionError(
-                "rotary_cos= also needs rotary_sin=, new keys and values as k= and v=, and "
-                "their positions as cache_seqlens="
-            )
-        at = lengths if at is None else at
-        moves = options["causal"] or _window(options["window"]) is not None
-        q = rotated(q, cos, sin, at, interleaved=interleaved, moves=moves)
-        k = rotated(k, cos, sin, at, interleaved=interleaved)
-    if k is not None and v is not None:
-        if lengths is None:
-            raise OptionError(
-                "new keys and values, k= and v=, also need cache_seqlens=, the positions at "
-                "which they are written"
-            )
-        _append(k_cache, k, lengths, entries, table)
-        _append(v_cache, v, lengths, entries, table)
-        lengths = lengths + k.shape[1]
-    padded_pages = table is not None and starts is not None
-    alone = qv is not None or options.get("chunk") or options.get("slopes") is not None
-    if alone or q.dtype in _FP8 or padded_pages:
-        n = k_cache.shape[1] * (1 if table is None else table.shape[1])
-        stops = [n] * batch if lengths is None else torch.as_tensor(lengths).tolist()
-        begins = [0] * batch if starts is None else starts.tolist()
-        out, lse = _over_cache(
-            *(q.flatten(0, 1), tuple(range(0, batch * n_q + 1, n_q)), k_cache, v_cache),
-            *(stops, begins, None if entries is None else entries.tolist(), table),
-            *(None if qv is None else qv.flatten(0, 1),),
-            **options,
+    if isinstance(cache.lengths, int):
+        lengths = torch.full((batch,), cache.lengths, dtype=torch.int32, device=q.device)
+        cache = cache._replace(lengths=lengths)
+    if cache.cos is not None and (
+        cache.sin is None or cache.new_k is None or cache.lengths is None
+    ):
+        raise OptionError(
+            "rotary_cos= also needs rotary_sin=, new keys and values as k= and v=, and "
+            "their positions as cache_seqlens="
         )
+    if cache.new_k is not None and cache.lengths is None:
+        raise OptionError(
+            "new keys and values, k= and v=, also need cache_seqlens=, the positions at "
+            "which they are written"
+        )
+    lengths = cache.lengths
+    if cache.new_k is not None:
+        n_new = cache.new_k.shape[1]
+        rows = (_Rows.of_batch(batch, n, q.device) for n in (n_q, n_new))
+        q, lengths = _turned_and_appended(q, cache, scores, *rows), lengths + n_new
+    padded_pages = cache.table is not None and cache.starts is not None
+    alone = qv is not None or scores.chunk or scores.slopes is not None
+    if alone or q.dtype in _FP8 or padded_pages:
+        stops = [_room(cache)] * batch if lengths is None else torch.as_tensor(lengths).tolist()
+        of_q = tuple(range(0, batch * n_q + 1, n_q))
+        qv = None if qv is None else qv.flatten(0, 1)
+        out, lse = _over_cache(q.flatten(0, 1), of_q, cache, stops, qv, scores)
         return out.unflatten(0, (batch, n_q)), lse.unflatten(1, (batch, n_q)).transpose(0, 1)
-    out, lse = decode(
-        *(x.transpose(1, 2) for x in (q, k_cache, v_cache)),
+    out, lse = decoding.decode(
+        *(x.transpose(1, 2) for x in (q, cache.k, cache.v)),
         cache_seqlens=lengths,
-        block_table=table,
-        cache_starts=starts,
-        cache_batch_idx=entries,
-        causal=options["causal"],
-        window=_window(options["window"]),
-        softcap=max(float(options["softcap"]), 0.0),
-        scale=options["scale"],
-        splits=splits or None,
+        block_table=cache.table,
+        cache_starts=cache.starts,
+        cache_batch_idx=cache.entries,
+        causal=scores.causal,
+        window=_window(scores.window),
+        softcap=max(float(scores.softcap), 0.0),
+        scale=scores.scale,
+        splits=cache.splits or None,
         return_lse=True,
     )
     return out.transpose(1, 2), lse
 
 
 def packed_over_cache(
-    q: Tensor,
-    cu_seqlens_q: Any,
-    cu_seqlens_new: Any,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    lengths: int | Tensor | None,
-    entries: Tensor | None,
-    starts: Tensor | None,
-    table: Tensor | None,
-    *,
-    interleaved: bool,
-    splits: int,
-    at: Tensor | None = None,
-    qv: Tensor | None = None,
-    **options: Any,
+    q: Tensor, cu_seqlens_q: Any, cu_seqlens_new: Any, cache: Cache, scores: Scores, qv: Any
 ) -> tuple[Tensor, Tensor]:
     """Do the work of `with_cache` (rotate, append, attend) for packed (tokens, heads, d) arrays.
 
     Cache lengths are read on the host, and `splits` has no effect.
     """
     of_q = _offsets("cu_seqlens_q", cu_seqlens_q)
-    batch = len(of_q) - 1
-    if table is not None and entries is not None:
-        table, entries = table[entries.long()], None
-    if lengths is None:
-        n = k_cache.shape[1] * (1 if table is None else table.shape[1])
-        before = [n] * batch
-    else:
-        before = [lengths] * batch if isinstance(lengths, int) else lengths.tolist()
-    positions = before if at is None else at.tolist()
-    moves = options["causal"] or _window(options["window"]) is not None
-    if k is not None and cu_seqlens_new is None:  # (batch, n_new, heads, d)
-        of_new: tuple[int, ...] = tuple(k.shape[1] * b for b in range(batch + 1))
-        k, v = k.flatten(0, 1), None if v is None else v.flatten(0, 1)
-    else:
-        of_new = (0,) * (batch + 1) if k is None else _offsets("cu_seqlens_k_new", cu_seqlens_new)
-    turned = []
-    for b, ((first, last), (a, z)) in enumerate(zip(_pairs(of_q), _pairs(of_new), strict=True)):
-        rows = q[None, first:last]
-        if cos is not None and sin is not None:
-            how: dict[str, Any] = {"interleaved": interleaved, "moves": moves}
-            rows = rotated(rows, cos, sin, positions[b], **how)
-        turned.append(rows[0])
-        if k is None or v is None:
-            continue
-        new = k[None, a:z]
-        if cos is not None and sin is not None:
-            new = rotated(new, cos, sin, positions[b], interleaved=interleaved)
-        where = torch.tensor([before[b]], device=q.device)
-        row = torch.tensor([b], device=q.device) if entries is None else entries[b : b + 1]
-        of_table = None if table is None else table[b : b + 1]
-        _append(k_cache, new, where, row, of_table)
-        _append(v_cache, v[None, a:z], where, row, of_table)
-        before[b] += z - a
-    begins = [0] * batch if starts is None else starts.tolist()
-    return _over_cache(
-        *(torch.cat(turned), of_q, k_cache, v_cache, before, begins),
-        *(None if entries is None else entries.tolist(), table, qv),
-        **options,
-    )
+    batch, lengths = len(of_q) - 1, cache.lengths
+    cache = _checked(cache)
+    if lengths is None or isinstance(lengths, int):
+        lengths = [_room(cache) if lengths is None else lengths] * batch
+    before = torch.as_tensor(lengths, device=q.device)
+    k, v, of_new = cache.new_k, cache.new_v, (0,) * (batch + 1)
+    if k is not None and cu_seqlens_new is not None:
+        of_new = _offsets("cu_seqlens_k_new", cu_seqlens_new)
+    elif k is not None and v is not None:  # (batch, n_new, heads, d)
+        of_new = tuple(k.shape[1] * b for b in range(batch + 1))
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    cache = cache._replace(new_k=k, new_v=v, lengths=before)
+    rows, new_rows = (_Rows.packed(of, q.device) for of in (of_q, of_new))
+    q = _turned_and_appended(q, cache, scores, rows, new_rows)
+    stops = [n + b - a for n, (a, b) in zip(before.tolist(), pairwise(of_new), strict=True)]
+    return _over_cache(q, of_q, cache, stops, qv, scores)
 
 
-def rotated(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    offsets: Tensor | int,
-    *,
-    interleaved: bool,
-    moves: bool = True,
+class _Rows(NamedTuple):
+    """The sequence of each row, and the row's number within the sequence."""
+
+    sequence: Tensor
+    number: Tensor
+
+    @classmethod
+    def of_batch(cls, batch: int, n: int, device: Any) -> _Rows:
+        """Return the rows of a batch, which broadcast to (batch, n)."""
+        return cls(torch.arange(batch, device=device)[:, None], torch.arange(n, device=device))
+
+    @classmethod
+    def packed(cls, of: tuple[int, ...], device: Any) -> _Rows:
+        """Return the rows of packed sequences, (tokens,)."""
+        offsets = torch.tensor(of, device=device)
+        sequence = torch.arange(len(of) - 1, device=device).repeat_interleave(offsets.diff())
+        return cls(sequence, torch.arange(of[-1], device=device) - offsets[sequence])
+
+
+def _checked(cache: Cache) -> Cache:
+    """Return a cache in which row b of the block table, if there is one, is of sequence b."""
+    if (cache.new_k is None) != (cache.new_v is None):
+        raise OptionError(
+            "k= and v= hold the new keys and values, but only one of them was passed; pass "
+            "both, or neither"
+        )
+    if cache.table is None or cache.entries is None:
+        return cache
+    return cache._replace(table=cache.table[cache.entries.long()], entries=None)
+
+
+def _room(cache: Cache) -> int:
+    """Return the number of keys for which a sequence has room in the cache."""
+    return cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
+
+
+def _turned_and_appended(
+    q: Tensor, cache: Cache, scores: Scores, rows: _Rows, new_rows: _Rows
 ) -> Tensor:
-    """Return `x`, (batch, n, heads, d), with the first columns rotated by each row's position.
+    """Write new keys and values to the cache, in place; rotate new keys and queries; return these.
 
-    Row i of sequence b has position ``offsets[b] + i``, or ``offsets[b]`` if `moves` is false. The
-    rotation is computed in float32 and rounded once.
+    Without a causal mask and a window, all queries of a sequence have the same position.
+    """
+    k, v = cache.new_k, cache.new_v
+    if cache.cos is not None and cache.sin is not None:
+        first = cache.lengths if cache.at is None else cache.at
+        turn = partial(rotated, cos=cache.cos, sin=cache.sin, interleaved=cache.interleaved)
+        moves = scores.causal or _window(scores.window) is not None
+        q = turn(q, first[rows.sequence].long() + (rows.number if moves else 0))
+        k = k if k is None else turn(k, first[new_rows.sequence].long() + new_rows.number)
+    if k is not None and v is not None:
+        _append(cache, k, v, new_rows)
+    return q
+
+
+def rotated(x: Tensor, at: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Return `x`, (..., heads, d), with the first columns rotated by each row's position `at`.
+
+    The rotation is computed in float32 and rounded once.
     """
     half = cos.shape[-1]
     if cos.shape != sin.shape or 2 * half > x.shape[-1]:
@@ -234,9 +256,7 @@ def rotated(
             "rotary_cos and rotary_sin must have the same shape (positions, at most "
             f"{x.shape[-1] // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
-    steps = torch.arange(x.shape[1] if moves else 1, device=x.device)
-    at = torch.as_tensor(offsets, device=x.device).reshape(-1, 1).long() + steps
-    c, s = (t[at][:, :, None].float() for t in (cos, sin))
+    c, s = (t[at].unsqueeze(-2).float() for t in (cos, sin))
     turning, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     if interleaved:
         a, b = turning[..., ::2], turning[..., 1::2]
@@ -247,19 +267,16 @@ def rotated(
     return torch.cat((turned.to(x.dtype), rest), -1)
 
 
-def _append(
-    cache: Tensor, new: Tensor, lengths: Tensor, entries: Tensor | None, table: Tensor | None
-) -> None:
-    """Append new rows, (batch, n, heads, d), to each sequence's rows in a cache, in place."""
-    batch, n = new.shape[:2]
-    rows = lengths.reshape(-1, 1).long() + torch.arange(n, device=new.device)
-    if table is not None:
-        size = cache.shape[1]
-        pages = table.long().gather(1, rows // size)
-        cache.index_put_((pages, rows % size), new.to(cache.dtype))
-        return
-    which = torch.arange(batch, device=new.device) if entries is None else entries.long()
-    cache.index_put_((which[:, None].expand(batch, n), rows), new.to(cache.dtype))
+def _append(cache: Cache, k: Tensor, v: Tensor, rows: _Rows) -> None:
+    """Append new rows to each sequence's rows in a cache, in place."""
+    which, at = rows.sequence, cache.lengths[rows.sequence].long() + rows.number
+    if cache.table is not None:
+        size = cache.k.shape[1]
+        which, at = cache.table.long()[which, at // size], at % size
+    elif cache.entries is not None:
+        which = cache.entries.long()[which]
+    for place, new in ((cache.k, k), (cache.v, v)):
+        place.index_put_((which, at), new.to(place.dtype))
 
 
 def attend(
@@ -268,25 +285,15 @@ def attend(
     v: Tensor,
     qv: Tensor | None = None,
     *,
-    descales: tuple[Tensor | None, ...] = (None, None, None),
-    scale: float | None,
-    causal: bool,
-    window: Window,
-    softcap: float,
-    chunk: int = 0,
-    slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    signed: bool = False,
-    deterministic: bool = False,
+    scores: Scores,
     cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
 
-    `cuts` divides a batch of 1 into packed sequences. In `window`, None means no limit; if `signed`
-    is false, a negative number also means no limit. If `signed` is true, a negative number moves
-    the limit to the diagonal's opposite side.
+    `cuts` divides a batch of 1 into packed sequences.
     """
-    q, k, v = _widened(q, k, v, descales, cuts)
+    scale, window, chunk = scores.scale, scores.window, scores.chunk
+    q, k, v = _widened(q, k, v, scores.descales, cuts)
     if qv is not None:
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
         q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)
@@ -299,18 +306,19 @@ def attend(
     if cuts is not None:
         cuts = _chunked(cuts, chunk) if chunk > 0 else cuts
     options: dict[str, Any] = {
-        **{"causal": causal, "softcap": max(float(softcap), 0.0), "scale": scale},
-        "deterministic": deterministic,
+        **{"causal": scores.causal, "softcap": max(float(scores.softcap), 0.0), "scale": scale},
+        "deterministic": scores.deterministic,
     }
-    moved = signed and any(side is not None and side < 0 for side in window)
-    if moved or slopes is not None:
+    moved = scores.signed and any(side is not None and side < 0 for side in window)
+    if moved or scores.slopes is not None:
         if not moved:
-            options["window"], window = _window(window), (None, None)
-        out, lse = _by_functions(q, k, v, slopes, window, sinks, cuts, options)
+            options["window"] = _window(window)
+            scores = scores._replace(window=(None, None))
+        out, lse = _by_functions(q, k, v, scores, cuts, options)
     else:
         if cuts is not None:
             options |= {"cu_seqlens_q": cuts[0], "cu_seqlens_k": cuts[1]}
-        options |= {"window": _window(window), "sinks": sinks, "return_lse": True}
+        options |= {"window": _window(window), "sinks": scores.sinks, "return_lse": True}
         out, lse = attention(q, k, v, **options)
     if packed:
         out = out.reshape(heads, batch, n_q, -1).transpose(0, 1)
@@ -325,7 +333,7 @@ def _chunked(cuts: Cuts, chunk: int) -> Cuts:
     Pieces may have no queries or no keys.
     """
     of_q, of_k = [0], [0]
-    for (a, b), (c, d) in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True):
+    for (a, b), (c, d) in zip(pairwise(cuts[0]), pairwise(cuts[1]), strict=True):
         first = (d - c) - (b - a)  # the position of the first query
         if first < 0:  # chunks before the first key
             of_q.append(min(a - first, b))
@@ -357,7 +365,7 @@ def _widened(
             if cuts is None:
                 each = each[:, :, None]
             else:
-                sizes = torch.tensor([b - a for a, b in _pairs(cuts[of])], device=x.device)
+                sizes = torch.tensor([b - a for a, b in pairwise(cuts[of])], device=x.device)
                 each = each.repeat_interleave(sizes, 0).T[None]
             y = y * each[..., None]
         wide.append(y.to(torch.bfloat16))
@@ -367,50 +375,30 @@ def _widened(
 def _over_cache(
     q: Tensor,
     of_q: tuple[int, ...],
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Sequence[int],
-    starts: Sequence[int],
-    rows: Sequence[int] | None,
-    table: Tensor | None,
+    cache: Cache,
+    stops: Sequence[int],
     qv: Tensor | None,
-    **options: Any,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of packed queries, (tokens, heads, d), over copies of the live keys."""
-    packed, of_k = [], [0]
-    for start, stop in zip(starts, lengths, strict=True):
-        of_k.append(of_k[-1] + max(stop - start, 0))
-    for cache in (k_cache, v_cache):
-        live = []
-        for b, (start, stop) in enumerate(zip(starts, lengths, strict=True)):
-            if table is None:
-                whole = cache[b if rows is None else rows[b]]
-            else:
-                whole = cache[table[b, : -(-stop // cache.shape[1])].long()].flatten(0, 1)
-            live.append(whole[start : max(stop, start)])
-        packed.append(torch.cat(live).transpose(0, 1)[None])
+    starts = None if cache.starts is None else cache.starts.tolist()
+    entries = None if cache.entries is None else cache.entries.tolist()
+    both = cache.k.transpose(1, 2), cache.v.transpose(1, 2)
+    k, v, of_k = decoding.live(*both, stops, starts, entries, cache.table)
     of_qv = None if qv is None else qv.transpose(0, 1)[None]
-    k, v = packed
-    given = q.transpose(0, 1)[None], k, v, of_qv
-    out, lse = attend(*given, cuts=(of_q, tuple(of_k)), **options)
+    out, lse = attend(q.transpose(0, 1)[None], k, v, of_qv, scores=scores, cuts=(of_q, of_k))
     return out[0].transpose(0, 1), lse[0]
 
 
 @torch.compiler.disable
 def _by_functions(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    window: Window,
-    sinks: Tensor | None,
-    cuts: Cuts | None,
-    options: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, cuts: Cuts | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with ALiBi as a score function and a signed window as a mask function.
 
     Sequences are computed one by one if slopes or diagonals (``n_k - n_q``) differ between them.
     """
+    slopes = scores.slopes
     q, k, v = taken(q=q, k=k, v=v)
     batch, heads = q.shape[:2]
     sequences = batch if cuts is None else len(cuts[0]) - 1
@@ -419,47 +407,41 @@ def _by_functions(
             f"alibi_slopes must have one slope per head, of shape ({heads},), or one per sequence "
             f"and head, of shape ({sequences}, {heads}), got {tuple(slopes.shape)}"
         )
-    if sinks is not None:
-        check_sinks(sinks, q)
+    if scores.sinks is not None:
+        check_sinks(scores.sinks, q)
     if cuts is None:
-        return _functions_of(q, k, v, slopes, window, sinks, k.shape[2] - q.shape[2], options)
-    spans = [(*of_q, *of_k) for of_q, of_k in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True)]
+        return _functions_of((q, k, v), scores, k.shape[2] - q.shape[2], options)
+    spans = [(*of_q, *of_k) for of_q, of_k in zip(*map(pairwise, cuts), strict=True)]
     starts = {(d - c) - (b - a) for a, b, c, d in spans}
     if len(starts) == 1 and (slopes is None or slopes.ndim == 1):
         options = {**options, "cu_seqlens_q": cuts[0], "cu_seqlens_k": cuts[1]}
-        return _functions_of(q, k, v, slopes, window, sinks, starts.pop(), options)
+        return _functions_of((q, k, v), scores, starts.pop(), options)
     results = []
     for n, (a, b, c, d) in enumerate(spans):
         own = slopes if slopes is None or slopes.ndim == 1 else slopes[n]
         rows = q[:, :, a:b], k[:, :, c:d], v[:, :, c:d]
-        results.append(_functions_of(*rows, own, window, sinks, (d - c) - (b - a), options))
+        each = scores._replace(slopes=own)
+        results.append(_functions_of(rows, each, (d - c) - (b - a), options))
     return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
 
 
 def _functions_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    window: Window,
-    sinks: Tensor | None,
-    start: int,
-    options: dict[str, Any],
+    qkv: Tensors, scores: Scores, start: int, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with ALiBi and a signed window, if all diagonals start at key `start`."""
-    mask = None
-    if tuple(window) != (None, None):
-        mask = MaskFunction.of(_signed_window(window, _start_array(start, q)))
-    given: dict[str, Any] = {"mask": mask, "sinks": sinks, "backend": default_backend(q)}
+    q, slopes, mask = qkv[0], scores.slopes, None
+    if tuple(scores.window) != (None, None):
+        mask = MaskFunction.of(_signed_window(scores.window, _start_array(start, q)))
+    given = {"mask": mask, "sinks": scores.sinks, "backend": default_backend(q), **options}
+    attend_by = partial(with_functions, qkv, **given)
     if slopes is None:
-        return with_functions(q, k, v, None, **given, **options)
+        return attend_by(score_mod=None)
     slopes = slopes.detach().float()
-    if not options["causal"] or sinks is not None:
-        score = _alibi(slopes, _start_array(start, q))
-        return with_functions(q, k, v, score, **given, **options)
+    if not scores.causal or scores.sinks is not None:
+        return attend_by(score_mod=_alibi(slopes, _start_array(start, q)))
     # No key that a query sees lies after it. Without `start`, all scores of a row are larger by the
     # same number: the output does not change, and the GPU's kernels add this form without a load.
-    out, lse = with_functions(q, k, v, _falling(slopes), **given, **options)
+    out, lse = attend_by(score_mod=_falling(slopes))
     return out, lse - slopes.reshape(-1, q.shape[1], 1) * start
 
 
@@ -519,7 +501,7 @@ def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | N
         return None
     used = [int(n) for n in given.tolist()]
     if len(used) != len(of) - 1 or any(
-        n > b - a for n, (a, b) in zip(used, _pairs(of), strict=True)
+        n > b - a for n, (a, b) in zip(used, pairwise(of), strict=True)
     ):
         raise ShapeError(
             f"{name} must be {len(of) - 1} lengths, each at most the length of its sequence, got "
@@ -528,18 +510,9 @@ def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | N
     return used
 
 
-def _from_pages(x: Tensor, table: Tensor, of: tuple[int, ...]) -> Tensor:
-    """Copy sequences from pages (pages, page_size, heads, d) to an array (tokens, heads, d)."""
-    parts = []
-    for b, (start, stop) in enumerate(_pairs(of)):
-        n = stop - start
-        parts.append(x[table[b, : -(-n // x.shape[1])].long()].flatten(0, 1)[:n])
-    return torch.cat(parts)
-
-
 def _offsets(name: str, given: Any) -> tuple[int, ...]:
     values = given.tolist() if isinstance(given, Tensor) else list(given)
-    if not values or values[0] != 0 or any(b < a for a, b in _pairs(values)):
+    if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ShapeError(f"{name} must begin at 0 and not decrease, got {values[:8]}")
     return tuple(values)
 
@@ -573,7 +546,3 @@ def no_dropout(p: float) -> None:
 def _flat(x: Tensor) -> Tensor:
     """Return a batch, (batch, heads, n, d), as one sequence, (1, heads, batch * n, d)."""
     return x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
-
-
-def _pairs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(offsets))

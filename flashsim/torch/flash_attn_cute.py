@@ -95,26 +95,11 @@ def flash_attn_func(
         `qv`, (batch, n_q, heads). `return_lse` changes nothing: the LSE is always returned, and
         always has a gradient.
     """
-    _check_absent(
-        gather_kv_indices=gather_kv_indices,
-        score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars,
-        block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )
+    _check_absent(locals())
     out, lse = core.attend(
         *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
         None if qv is None else core.by_head("qv", qv),
-        scale=softmax_scale,
-        causal=causal,
-        window=_resolved(window_size, causal),
-        signed=True,
-        softcap=softcap or 0.0,
-        sinks=learnable_sink,
-        deterministic=deterministic,
+        scores=_scores(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink),
     )
     return out.transpose(1, 2), lse if qv is None else lse.transpose(1, 2)
 
@@ -173,16 +158,7 @@ def flash_attn_varlen_func(
         out, like q with head_dim_v columns, and the LSE in float32: (heads, tokens) for packed
         queries, (batch, heads, n_q) for padded ones. With `qv`, heads are the last axis.
     """
-    _check_absent(
-        gather_kv_indices=gather_kv_indices,
-        score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars,
-        block_sparse_tensors=block_sparse_tensors,
-        seqlen_k_per_split=seqlen_k_per_split,
-    )
+    _check_absent(locals())
     padded = q.shape[:2] if cu_seqlens_q is None else None
     q, of_q = _packed("q", q, cu_seqlens_q)
     qv = qv.flatten(0, 1) if qv is not None and padded else qv
@@ -192,16 +168,9 @@ def flash_attn_varlen_func(
     else:
         of_k = _of_pages(k, page_table, cu_seqlens_k, seqused_k)
         seqused_k = None
-    out, lse = core.varlen(
-        *(q, k, v, of_q, of_k, page_table, seqused_q, seqused_k, qv),
-        scale=softmax_scale,
-        causal=causal,
-        window=_resolved(window_size, causal),
-        signed=True,
-        softcap=softcap or 0.0,
-        sinks=learnable_sink,
-        deterministic=deterministic,
-    )
+    scores = _scores(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
+    used = seqused_q, seqused_k
+    out, lse = core.varlen((q, k, v, qv), (of_q, of_k), page_table, used, scores)
     if padded:
         out, lse = out.unflatten(0, padded), lse.unflatten(1, padded).transpose(0, 1)
     return out, lse if qv is None else lse.transpose(-1, -2)
@@ -252,17 +221,20 @@ def _of_pages(k: Tensor, table: Tensor, cu_seqlens: Tensor | None, used: Tensor 
     return list(accumulate(whole if used is None else used.tolist(), initial=0))
 
 
-def _resolved(window: Window, causal: bool) -> Window:
-    """Return the left and right limits of the window that apply in addition to the causal mask."""
+def _scores(
+    scale: float | None, causal: bool, window: Window, softcap: Any, ordered: bool, sinks: Any
+) -> core.Scores:
+    """Return options of scores; the window's limits apply in addition to the causal mask."""
     left, right = window
     right = 0 if causal else right
     if left is not None and right is not None and left + right < 0:
         left = right = None
-    return left, None if causal else right
+    seen = left, None if causal else right
+    return core.Scores(scale, causal, seen, softcap or 0.0, ordered, sinks=sinks, signed=True)
 
 
-def _check_absent(**options: Any) -> None:
-    """Raise UnsupportedError for the first of these unsupported options that is not None."""
-    for name, value in options.items():
-        if value is not None:
-            raise UnsupportedError(f"flashsim does not support {name}=; {_ABSENT[name]}")
+def _check_absent(arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedError for the first of a call's unsupported options that is not None."""
+    for name, instead in _ABSENT.items():
+        if arguments.get(name) is not None:
+            raise UnsupportedError(f"flashsim does not support {name}=; {instead}")

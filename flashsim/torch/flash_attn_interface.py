@@ -72,13 +72,10 @@ def flash_attn_func(
     out, lse = core.attend(
         *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
         None if qv is None else core.by_head("qv", qv),
-        descales=(q_descale, k_descale, v_descale),
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        softcap=softcap,
-        chunk=attention_chunk,
-        deterministic=deterministic,
+        scores=core.Scores(
+            *(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk),
+            descales=(q_descale, k_descale, v_descale),
+        ),
     )
     out = out.transpose(1, 2)
     return (out, lse) if return_attn_probs else out
@@ -161,16 +158,12 @@ def flash_attn_varlen_func(
     Tensor, (tokens, heads, head_dim_v)
         With `return_attn_probs`, also the LSE, (heads, tokens).
     """
-    out, lse = core.varlen(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_q, seqused_k, qv),
+    scores = core.Scores(
+        *(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk),
         descales=(q_descale, k_descale, v_descale),
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        softcap=softcap,
-        chunk=attention_chunk,
-        deterministic=deterministic,
     )
+    offsets, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
+    out, lse = core.varlen((q, k, v, qv), offsets, None, used, scores)
     return (out, lse) if return_attn_probs else out
 
 
@@ -228,28 +221,21 @@ def flash_attn_with_kvcache(
     Tensor, like q with head_dim_v columns
         With `return_softmax_lse`, also the LSE, (batch, heads, n_q) or (heads, tokens).
     """
-    given = k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx
-    options: dict[str, Any] = {
-        "interleaved": rotary_interleaved,
-        "splits": num_splits,
-        "at": rotary_seqlens,
-        "qv": qv,
-        "descales": (q_descale, k_descale, v_descale),
-        "scale": softmax_scale,
-        "causal": causal,
-        "window": window_size,
-        "chunk": attention_chunk,
-        "softcap": softcap,
-    }
-    if cu_seqlens_q is None and cu_seqlens_k_new is None:
-        out, lse = core.with_cache(q, *given, cache_leftpad, page_table, **options)
+    cache = core.Cache(
+        *(k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
+        *(cache_leftpad, page_table, rotary_interleaved, num_splits, rotary_seqlens),
+    )
+    scores = core.Scores(
+        *(softmax_scale, causal, window_size, softcap),
+        chunk=attention_chunk,
+        descales=(q_descale, k_descale, v_descale),
+    )
+    if cu_seqlens_q is None and cu_seqlens_k_new is not None:
+        raise OptionError("cu_seqlens_k_new= needs cu_seqlens_q= too; pass both")
+    if cu_seqlens_q is None:
+        out, lse = core.with_cache(q, cache, scores, qv)
     else:
-        if cu_seqlens_q is None and cu_seqlens_k_new is not None:
-            raise OptionError("cu_seqlens_k_new= needs cu_seqlens_q= too; pass both")
-        out, lse = core.packed_over_cache(
-            *(q, cu_seqlens_q, cu_seqlens_k_new, *given, cache_leftpad, page_table),
-            **options,
-        )
+        out, lse = core.packed_over_cache(q, cu_seqlens_q, cu_seqlens_k_new, cache, scores, qv)
     return (out, lse) if return_softmax_lse else out
 
 

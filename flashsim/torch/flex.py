@@ -18,6 +18,8 @@ from flashsim.torch import flex_compiled, ops
 from flashsim.torch.flex_passes import FlexPasses
 from flashsim.torch.functional import check_sinks, default_backend, taken
 
+Tensors = tuple[Tensor, Tensor, Tensor]
+
 
 def flex_attention(
     query: Tensor,
@@ -81,34 +83,24 @@ def flex_attention(
     if sinks is not None:
         check_sinks(sinks, query)
     if torch.compiler.is_dynamo_compiling() and flex_compiled.known():
-        out, lse = _compiled(query, key, value, score_mod, block_mask, scale, sinks, backend)
+        qkv, backend = (query, key, value), backend or default_backend(query)
+        out, lse = _compiled(qkv, score_mod, block_mask, scale, sinks, backend)
         return (out, lse) if return_lse else out
-    out, lse = uncompiled(
-        *(query, key, value, score_mod, block_mask, scale, sinks),
-        backend=backend or default_backend(query),
-    )
+    backend = backend or default_backend(query)
+    out, lse = uncompiled((query, key, value), score_mod, block_mask, scale, sinks, backend)
     return (out, lse) if return_lse else out
 
 
 def uncompiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Any] | None,
-    block_mask: Any,
-    scale: float | None,
-    sinks: Tensor | None,
-    backend: str,
+    qkv: Tensors, score_mod: Any, block_mask: Any, scale: float | None, sinks: Any, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Compute `flex_attention` of checked arguments in eager mode, and return out and lse."""
-    mask = None if block_mask is None else _mask(block_mask, query, key)
-    return with_functions(query, key, value, score_mod, mask, sinks, scale, backend)
+    mask = None if block_mask is None else _mask(block_mask, *qkv[:2])
+    return with_functions(qkv, score_mod, mask, sinks, scale, backend)
 
 
 def with_functions(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    qkv: Tensors,
     score_mod: Callable[..., Any] | None,
     mask: MaskFunction | None,
     sinks: Tensor | None,
@@ -125,21 +117,14 @@ def with_functions(
         wanted = [(a.name, x) for a, x in pairs if isinstance(x, Tensor) and x.requires_grad]
     names = tuple(name for name, _ in wanted)
     passes = FlexPasses(score, mask, scale, names, backend, tuple(more.items()), deterministic)
-    return _Flex.apply(query, key, value, sinks, passes, *(x for _, x in wanted))
+    return _Flex.apply(*qkv, sinks, passes, *(x for _, x in wanted))
 
 
 flex_compiled.compiled.otherwise = uncompiled
 
 
 def _compiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Any,
-    block_mask: Any,
-    scale: float | None,
-    sinks: Tensor | None,
-    backend: str | None,
+    qkv: Tensors, score_mod: Any, block_mask: Any, scale: float | None, sinks: Any, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Call `flex_compiled.compiled` from code that Dynamo, torch.compile's tracer, traces."""
 
@@ -150,15 +135,10 @@ def _compiled(
         return q == q
 
     mask = everything if block_mask is None else block_mask
-    if _is_block_mask(mask, query, key):
+    if _is_block_mask(mask, *qkv[:2]):
         mask = _of_blocks(block_mask)
-    return flex_compiled.compiled(
-        *(query, key, value),
-        plain if score_mod is None else score_mod,
-        (sinks, mask),
-        scale,
-        {"backend": backend or default_backend(query)},
-    )
+    score = plain if score_mod is None else score_mod
+    return flex_compiled.compiled(*qkv, score, (sinks, mask), scale, {"backend": backend})
 
 
 class _Flex(torch.autograd.Function):

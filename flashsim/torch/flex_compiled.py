@@ -37,22 +37,10 @@ _QUESTION = "str score, str mask, int[] wanted, float? scale, str backend"
     schema=f"({_TENSORS}, *, {_QUESTION}) -> (Tensor out, Tensor lse)",
 )
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    score_arrays: Sequence[Tensor],
-    mask_arrays: Sequence[Tensor],
-    *,
-    score: str,
-    mask: str,
-    wanted: Sequence[int],
-    scale: float | None,
-    backend: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *arrays: Any, **question: Any
 ) -> tuple[Tensor, Tensor]:
     """Run `flashsim.run` with functions as text; `wanted` names the arrays that get gradients."""
-    passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
-    return passes.forward(q, k, v, sinks)
+    return _passes(*arrays, **question).forward(q, k, v, sinks)
 
 
 @torch.library.custom_op(
@@ -63,26 +51,10 @@ def forward(
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] captured)"
     ),
 )
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    score_arrays: Sequence[Tensor],
-    mask_arrays: Sequence[Tensor],
-    *,
-    score: str,
-    mask: str,
-    wanted: Sequence[int],
-    scale: float | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+def backward(*tensors: Any, **question: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Run `flashsim.backward`; return the gradients, with an empty tensor as dsinks if unused."""
-    passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
+    dout, dlse, out, lse, q, k, v, sinks, *arrays = tensors
+    passes = _passes(*arrays, **question)
     dq, dk, dv, dsinks, captured = passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks, captured
 
@@ -118,20 +90,9 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor
 
 @backward.register_fake
 def _gradient_shapes(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    score_arrays: Sequence[Tensor],
-    mask_arrays: Sequence[Tensor],
-    *,
-    wanted: Sequence[int],
-    **_: Any,
+    *tensors: Any, wanted: Sequence[int], **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    q, k, v, sinks, score_arrays, _ = tensors[4:]
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     arrays = [score_arrays[n].new_empty(score_arrays[n].shape) for n in wanted]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, arrays
@@ -202,7 +163,7 @@ class _Compiled(HigherOrderOperator):
     ) -> tuple[Tensor, Tensor]:
         if not hasattr(score_mod, "graph"):  # Dynamo gave up, and Python calls this as it is
             sinks, mask = block_mask
-            return self.otherwise(q, k, v, score_mod, mask, scale, sinks, **options)
+            return self.otherwise((q, k, v), score_mod, mask, scale, sinks, **options)
         score = trace_score(_function(score_mod, score_captured, True))
         mask = trace_mask(_function(block_mask[-1], mask_captured, False))
         plain = score.graph.nodes[score.graph.root].op == "arg"  # the score itself
@@ -278,6 +239,3 @@ def _called(target: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any
 
 def _name(target: Any) -> str:
     return getattr(target, "__qualname__", "") or getattr(target, "__name__", "") or str(target)
-
-
-__all__ = ["compiled", "known"]

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flashsim.api import execution
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import Traced
 from flashsim.torch import ops
@@ -38,8 +37,7 @@ class FlexPasses(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Run the forward pass of attention, and return out and the LSE."""
-        result = execution.run(*map(ops.readable, (q, k, v)), **self._keywords(sinks))
-        return result.out, result.lse
+        return ops.run(q, k, v, **self._keywords(sinks))
 
     def backward(
         self,
@@ -50,9 +48,9 @@ class FlexPasses(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Run the backward pass; return gradients of q, k, v, the sinks and the `wanted` arrays."""
         dout, dlse = gradients
-        found = execution.backward(
-            *map(ops.readable, (*inputs, *results, dout)),
-            dlse=None if dlse is None else ops.readable(dlse),
+        found = ops.run_backward(
+            *(*inputs, *results, dout),
+            dlse=dlse,
             deterministic=self.deterministic,
             captured=self.wanted,
             **self._keywords(sinks),
@@ -60,6 +58,3 @@ class FlexPasses(NamedTuple):
         dsinks = None if sinks is None else found.dsinks.to(sinks.dtype)
         captured = [found.captured[name] for name in self.wanted]
         return found.dq, found.dk, found.dv, dsinks, captured
-
-
-__all__ = ["FlexPasses"]

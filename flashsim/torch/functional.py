@@ -242,18 +242,12 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backward pass, and return the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
+        question = ctx.is_causal, -1, -1, 0.0, None, "flash2", None, default_backend(q)
         gradients = ops.backward(
             *(x.unsqueeze(1) for x in (*dout, out, lse)),
             None,
             *(x.unsqueeze(1) for x in (q, k, v)),
             *(None, None, None),
-            causal=ctx.is_causal,
-            window_left=-1,
-            window_right=-1,
-            softcap=0.0,
-            scale=None,
-            algorithm="flash2",
-            deterministic=None,
-            backend=default_backend(q),
+            **dict(zip(direct.NAMES, question, strict=True)),
         )
         return (*(x.squeeze(1) for x in gradients[:3]), None)

@@ -7,7 +7,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -27,27 +27,27 @@ _QUESTION = (
 )
 
 
+def run(q: Tensor, k: Tensor, v: Tensor, **told: Any) -> tuple[Tensor, Tensor]:
+    """Return the out and the LSE of `flashsim.run`."""
+    result = execution.run(*map(readable, (q, k, v)), **told)
+    return result.out, result.lse
+
+
+def run_backward(*tensors: Tensor, dlse: Tensor | None = None, **told: Any) -> Any:
+    """Return the gradients of `flashsim.backward` of q, k, v, out, the LSE and out's gradient."""
+    dlse = None if dlse is None else readable(dlse)
+    return execution.backward(*map(readable, tensors), dlse=dlse, **told)
+
+
 @torch.library.custom_op(
     "flashsim::attention",
     mutates_args=(),
     schema=f"({_INPUTS}, *, {_QUESTION}) -> (Tensor out, Tensor lse)",
 )
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    sinks: Tensor | None = None,
-    *,
-    deterministic: bool | None,
-    **question: Any,
-) -> tuple[Tensor, Tensor]:
+def forward(*tensors: Any, deterministic: bool | None, **question: Any) -> tuple[Tensor, Tensor]:
     """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q) of `flashsim.run`."""
-    asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
-    result = execution.run(*map(readable, (q, k, v)), **asked)
-    return result.out, result.lse
+    q, k, v, *more = tensors
+    return run(q, k, v, **_given(*more), **keywords(**question))
 
 
 @torch.library.custom_op(
@@ -58,32 +58,17 @@ def forward(
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
     ),
 )
-def backward(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    sinks: Tensor | None = None,
-    *,
-    deterministic: bool | None,
-    **question: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(*tensors: Any, **question: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run `flashsim.backward`; return dq, dk, dv, dbias and dsinks (empty if not computed)."""
-    asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
-    asked |= {"dlse": None if dlse is None else readable(dlse), "deterministic": deterministic}
-    gradients = execution.backward(*map(readable, (q, k, v, out, lse, dout)), **asked)
-    dbias = q.new_empty(0) if bias is None else gradients.dbias
-    dsinks = q.new_empty(0) if sinks is None else gradients.dsinks.to(sinks.dtype)
+    dout, out, lse, dlse, q, k, v, *more = tensors
+    given, told = _given(*more), keywords(**question)
+    gradients = run_backward(q, k, v, out, lse, dout, dlse=dlse, **given, **told)
+    dbias = q.new_empty(0) if given["bias"] is None else gradients.dbias
+    dsinks = q.new_empty(0) if given["sinks"] is None else gradients.dsinks.to(more[3].dtype)
     return gradients.dq, gradients.dk, gradients.dv, dbias, dsinks
 
 
-def _given(bias: Tensor | None, of_q: Any, of_k: Any, sinks: Tensor | None) -> dict[str, Any]:
+def _given(bias: Any, of_q: Any, of_k: Any, sinks: Tensor | None = None) -> dict[str, Any]:
     """Return `flashsim.run`'s keywords for all of the operator's tensors except q, k and v."""
     return {
         **{"cu_seqlens_q": of_q, "cu_seqlens_k": of_k},
@@ -105,21 +90,12 @@ def readable(x: Tensor) -> Tensor:
 
 # -- shapes ---------------------------------------------------------------------------------------
 
+_CHECKED_LATER = {"algorithm", "deterministic", "backend"}
+
 
 @forward.register_fake
 def forward_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    sinks: Tensor | None = None,
-    *,
-    algorithm: str,
-    deterministic: bool | None,
-    backend: str,
-    **question: Any,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, cu_seqlens_q: Any, *_: Any, **told: Any
 ) -> tuple[Tensor, Tensor]:
     """Return empty tensors shaped like the results; raise the same errors as a real run.
 
@@ -127,7 +103,8 @@ def forward_shapes(
     time.
     """
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
-        request = inputs.Request(**keywords(**question))
+        told = {name: told[name] for name in told.keys() - _CHECKED_LATER}
+        request = inputs.Request(**keywords(**told))
         inputs.prepare(q, k, v, request, bias=bias, may_be_empty=True)
     return empty_results(q, v)
 
@@ -139,23 +116,16 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @backward.register_fake
-def backward_shapes(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    sinks: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward_shapes(*tensors: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return empty tensors shaped like the gradients."""
+    q, k, v, bias, _, _, sinks = _all(tensors)[4:]
     more = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias, sinks))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *more
+
+
+def _all(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the tensors of an operator with the sinks last, which a caller may leave out."""
+    return *tensors, *(None,) * (len(tensors) in (6, 10))
 
 
 # -- gradient -------------------------------------------------------------------------------------
@@ -246,7 +216,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: Any, *tensors_and_question: Any) -> Any:
         *tensors, question = tensors_and_question
-        return forward_folded(differentiable, info, dims, *tensors, **question)
+        return folded(differentiable, info, dims, *tensors, **question)
 
 
 class _Backward(torch.autograd.Function):
@@ -265,62 +235,40 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: Any, *tensors_and_question: Any) -> Any:
         *tensors, question = tensors_and_question
-        return backward_folded(pulled_back, info, dims, *tensors, **question)
+        return folded(pulled_back, info, dims, *tensors, **question)
 
 
 # -- vmap: one more axis of independent problems is a larger batch ---------------------------------
 
 
-def forward_folded(
-    function: Callable[..., Any],
-    info: Any,
-    dims: tuple[int | None, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    sinks: Tensor | None = None,
-    **question: Any,
+def folded(
+    function: Callable[..., Any], info: Any, dims: Sequence[Any], *tensors: Any, **question: Any
 ) -> Any:
-    """Run `forward` or `differentiable` under torch.vmap, with the mapped axis in the batch.
+    """Run one of the operators under torch.vmap, with the mapped axis in the batch.
 
     With sinks, `function` runs once per mapped entry, because all entries of a batch share sinks.
+    The backward operator returns one dbias per mapped entry.
     """
-    _refuse_packed(cu_seqlens_q, cu_seqlens_k)
+    *dense, bias, of_q, of_k, sinks = _all(tensors)
+    if of_q is not None or of_k is not None:
+        raise UnsupportedError(
+            "torch.vmap cannot map packed sequences, because cu_seqlens already packs a batch "
+            "into one sequence; pack the mapped sequences too, or loop over them"
+        )
     if sinks is not None:
-        return _one_by_one(function, info, dims, q, k, v, bias, None, None, sinks, **question)
-    size = info.batch_size
-    q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), dims, strict=False))
-    if bias is not None:
-        bias = _fold_bias(bias, dims[3], size, len(q) // size)
-    out, lse = function(q, k, v, bias, None, None, **question)
-    return (_unfold(out, size), _unfold(lse, size)), (0, 0)
-
-
-def backward_folded(
-    function: Callable[..., Any],
-    info: Any,
-    dims: tuple[int | None, ...],
-    *tensors: Any,
-    **question: Any,
-) -> Any:
-    """Run `backward` or `pulled_back` under torch.vmap; return one dbias per mapped entry."""
-    _refuse_packed(*tensors[8:10])
-    if any(x is not None for x in tensors[10:]):
         return _one_by_one(function, info, dims, *tensors, **question)
-    size, bias, of_bias = info.batch_size, tensors[7], dims[7]
-    folded: list[Any] = [
-        None if x is None else _fold(x, dim, size)
-        for x, dim in zip(tensors[:7], dims, strict=False)
-    ]
-    shared = None
+    size, dim, shared = info.batch_size, dims[len(dense)], False
+    pairs = zip(dense, dims, strict=False)
+    dense = [x if x is None else _fold(x, axis, size) for x, axis in pairs]
     if bias is not None:
-        shared = bias.shape[0 if of_bias is None else 1 if of_bias == 0 else 0] == 1
-        bias = _fold_bias(bias, of_bias, size, len(folded[0]) // size)
-    *gradients, dbias, dsinks = function(*folded, bias, None, None, **question)
-    unfolded = [_unfold(x, size) for x in gradients]
+        bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
+        shared = bias.shape[1] == 1
+        bias = bias.expand(size, len(dense[0]) // size, *bias.shape[2:]).flatten(0, 1)
+    found = function(*dense, bias, None, None, **question)
+    unfolded = [_unfold(x, size) for x in found[:3]]
+    if len(found) == 2:  # out and the LSE
+        return tuple(unfolded), (0, 0)
+    dbias, dsinks = found[3:]
     if bias is None:
         return (*unfolded, dbias, dsinks), (0, 0, 0, None, None)
     dbias = _unfold(dbias, size)
@@ -328,20 +276,14 @@ def backward_folded(
     return (*unfolded, dbias, dsinks), (0, 0, 0, 0, None)
 
 
-forward.register_vmap(partial(forward_folded, forward))
-backward.register_vmap(partial(backward_folded, backward))
+forward.register_vmap(partial(folded, forward))
+backward.register_vmap(partial(folded, backward))
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     """Move mapped axis `dim` (None: repeat the tensor) into the batch: (size * batch, ...)."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
-
-
-def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """Move a bias's mapped axis into the batch: (1 or batch, ...) becomes (size * batch, ...)."""
-    bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
-    return bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
 
 
 def _one_by_one(
@@ -361,11 +303,3 @@ def _one_by_one(
 
 def _unfold(x: Tensor, size: int) -> Tensor:
     return x.unflatten(0, (size, len(x) // size))
-
-
-def _refuse_packed(*offsets: Any) -> None:
-    if any(x is not None for x in offsets):
-        raise UnsupportedError(
-            "torch.vmap cannot map packed sequences, because cu_seqlens already packs a batch "
-            "into one sequence; pack the mapped sequences too, or loop over them"
-        )

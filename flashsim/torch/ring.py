@@ -101,7 +101,7 @@ def ring_attention(
     how = {
         "softcap": p.softcap, "scale": p.scale, "algorithm": algorithm, "backend": backend,
     }  # fmt: skip
-    out = _RingAttention.apply(q, k, v, plan, link, how, deterministic)
+    out = _RingAttention.apply(q, k, v, _Part(plan, link, how, deterministic))
     if later:
         question.settle()
     return out
@@ -175,22 +175,12 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Gr
             f"kv_heads, n, dv), got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     dtype = str(q.dtype).removeprefix("torch.")
-    return _whole(batch, heads, lead[1], n, d, dv, dtype, spread, **scores)
+    return _whole((n, d, dv, batch, heads, lead[1]), dtype, spread, **scores)
 
 
 @lru_cache(maxsize=256)
-def _whole(
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    n: int,
-    d: int,
-    dv: int,
-    dtype: str,
-    spread: _Spread,
-    **scores: Any,
-) -> Group:
-    ranks, scheme, ulysses = spread
+def _whole(sizes: tuple[int, ...], dtype: str, spread: _Spread, **scores: Any) -> Group:
+    (n, d, dv, batch, heads, kv_heads), (ranks, scheme, ulysses) = sizes, spread
     problem = Problem(n * ranks, n * ranks, d, dv, batch, heads, kv_heads, dtype, **scores)
     return Group(problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
 
@@ -214,17 +204,7 @@ def _asked(plan: Group, q: Tensor) -> dict[str, int]:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: Group,
-        link: Member,
-        how: dict[str, Any],
-        deterministic: bool | None,
-    ) -> Tensor:
-        one = _Part(plan, link, how, deterministic)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, one: _Part) -> Tensor:
         q, k, v = one.to_heads(Q=q, K=k, V=v)
         out, lse = one.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -238,7 +218,7 @@ class _RingAttention(torch.autograd.Function):
         one = ctx.one
         (given,) = one.to_heads(dout=dout[0])
         dq, dk, dv = one.backward(*ctx.saved_tensors, given)
-        return (*one.to_rows(dQ=dq, dK=dk, dV=dv), *(None,) * 4)
+        return (*one.to_rows(dQ=dq, dK=dk, dV=dv), None)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ def install() -> tuple[str, ...]:
             f"torch {torch.__version__} has no register_flash_attention_impl; upgrade torch, or "
             "call flashsim.torch.attention"
         ) from None
-    register_flash_attention_impl(NAME, register_fn=_activate)
+    register_flash_attention_impl(NAME, register_fn=_Activated)
     if importlib.util.find_spec("transformers") is None:
         return ("torch",)
     from flashsim.torch import hugging_face
@@ -78,10 +77,6 @@ class _Activated:
         self.libraries.clear()
 
 
-def _activate() -> _Activated:
-    return _Activated()
-
-
 def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
     library = Library("aten", "IMPL", device)
     with warnings.catch_warnings():  # the user requested the override
@@ -91,37 +86,62 @@ def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
     return library
 
 
-def _of_a_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function `backward`, to return no gradients if torch passes no gradients."""
+class _Arguments:
+    """The arguments of one of torch's operators, by their names in the operator's schema."""
 
-    @wraps(backward)
-    def checked(grad_out: Tensor | None, *args: Any, **options: Any) -> Any:
-        return (None,) * 3 if grad_out is None else backward(grad_out, *args, **options)
+    attn_mask: Any = None
+    cum_seq_q = cum_seq_k = window_size_left = window_size_right = None
 
-    return checked
+    def __init__(self, given: Any, named: dict[str, Any]) -> None:
+        self.__dict__.update(given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"torch's operator has no argument {name}")
+
+
+#: Positional arguments that torch's operators call differently.
+_SAME = {"attn_bias": "attn_mask", "grad_out_": "grad_out"}
+
+
+def _names(operator: str) -> list[str]:
+    schema = getattr(torch.ops.aten, operator).default._schema
+    return [_SAME.get(argument.name, argument.name) for argument in schema.arguments]
+
+
+def _replacement(operator: str, function: Callable[[_Arguments], Any]) -> Callable[..., Any]:
+    """Return `function` as a replacement for one of torch's operators.
+
+    If torch passes no gradient, the replacement of a backward operator returns no gradients.
+    """
+    schema, names = getattr(torch.ops.aten, operator).default._schema, _names(operator)
+    defaults = {name: x.default_value for name, x in zip(names, schema.arguments, strict=True)}
+    of_operator = type(operator, (_Arguments,), defaults)
+    backward = names[0] == "grad_out"
+
+    def replaced(*args: Any, **named: Any) -> Any:
+        if backward and args[0] is None:
+            return (None,) * 3
+        return function(of_operator(zip(names, args, strict=False), named))
+
+    return replaced
+
+
+def _replacements(**functions: Callable[[_Arguments], Any]) -> dict[str, Callable[..., Any]]:
+    return {name: _replacement(name, function) for name, function in functions.items()}
 
 
 # -- with a mask ----------------------------------------------------------------------------------
 
 
-def _masked_question(
-    q: Tensor,
-    k: Tensor,
-    dropout: float,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float | None,
-    *,
-    narrow: bool = True,
-) -> dict[str, Any]:
+def _masked_question(a: _Arguments, q: Tensor, k: Tensor, *, narrow: bool = True) -> dict[str, Any]:
     """Convert torch's arguments, with a top-left causal mask, to `flashsim.run`'s keywords."""
-    _refuse_dropout(dropout)
+    _refuse_dropout(a.dropout_p)
     square = q.shape[2] == k.shape[2]
     return {
-        "causal": causal and square,
-        "mask_mod": top_left() if causal and not square else None,
-        "bias": None if mask is None else _as_bias(mask, q, k, narrow=narrow),
-        "scale": scale,
+        "causal": a.is_causal and square,
+        "mask_mod": top_left() if a.is_causal and not square else None,
+        "bias": None if a.attn_mask is None else _as_bias(a.attn_mask, q, k, narrow=narrow),
+        "scale": a.scale,
         "backend": default_backend(q),
     }
 
@@ -137,60 +157,24 @@ def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
     return mask.expand(*mask.shape[:2], q.shape[2], k.shape[2]).contiguous()
 
 
-def _masked_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Replace torch's ``_scaled_dot_product_flash_attention_for_cpu``; keep memory layouts."""
-    q, k, v = _dense(query, key, value)
-    question = _masked_question(q, k, dropout_p, is_causal, attn_mask, scale)
-    result = execution.run(q, k, v, **question)
-    return _laid_out(result.out, query), _by_token(result.lse)
+def _masked_forward(a: _Arguments) -> tuple[Tensor, Tensor]:
+    """Run the forward pass on (batch, heads, n, d) tensors; keep memory layouts."""
+    q, k, v = _dense(a.query, a.key, a.value)
+    result = execution.run(q, k, v, **_masked_question(a, q, k))
+    return _laid_out(result.out, a.query), _by_token(result.lse)
 
 
-@_of_a_gradient
-def _masked_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    """Replace torch's ``_scaled_dot_product_flash_attention_for_cpu_backward``."""
-    gradients = _masked_gradients(
-        (query, key, value, out, logsumexp, grad_out),
-        *(dropout_p, is_causal, attn_mask, scale),
-        of_mask=False,
-    )
-    return tuple(map(_by_token, (gradients.dq, gradients.dk, gradients.dv)))
-
-
-def _masked_gradients(
-    tensors: tuple[Tensor, ...],
-    dropout: float,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float | None,
-    *,
-    of_mask: bool,
-) -> Any:
-    """Return gradients of q, k and v; `tensors` has q, k, v, out, LSE and the gradient of out."""
-    q, k, v, out, lse, dout = _dense(*tensors)
-    question = _masked_question(q, k, dropout, causal, mask, scale, narrow=not of_mask)
+def _masked_gradients(a: _Arguments, lse: Tensor, *, of_mask: bool = False) -> Any:
+    """Run the backward pass on (batch, heads, n, d) tensors, and return the gradients."""
+    q, k, v, out, lse, dout = _dense(a.query, a.key, a.value, a.out, lse, a.grad_out)
+    question = _masked_question(a, q, k, narrow=not of_mask)
     deterministic = torch.are_deterministic_algorithms_enabled() if q.is_cuda else None
     return execution.backward(q, k, v, out, lse, dout, deterministic=deterministic, **question)
+
+
+def _masked_backward(a: _Arguments) -> tuple[Tensor, ...]:
+    found = _masked_gradients(a, a.logsumexp)
+    return tuple(map(_by_token, (found.dq, found.dk, found.dv)))
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
@@ -208,147 +192,80 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-_CPU = {
-    "_scaled_dot_product_flash_attention_for_cpu": _masked_forward,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _masked_backward,
-}
+_CPU = _replacements(
+    _scaled_dot_product_flash_attention_for_cpu=_masked_forward,
+    _scaled_dot_product_flash_attention_for_cpu_backward=_masked_backward,
+)
 
 # -- CUDA -----------------------------------------------------------------------------------------
 
+#: The arguments of ``_flash_attention_forward`` that flashsim supports or ignores.
+_SUPPORTED = frozenset((
+    *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p"),
+    *("is_causal", "return_debug_mask", "scale", "window_size_left", "window_size_right"),
+))  # fmt: skip
 
-def _flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **rest: Any,
-) -> tuple[Tensor, ...]:
-    """Replace torch's ``_flash_attention_forward`` on (batch, n, heads, d) or packed tensors."""
-    _refuse_dropout(dropout_p)
-    asked = sorted(name for name, value in rest.items() if value is not None)
-    if return_debug_mask or asked:
+
+def _flash_forward(a: _Arguments) -> tuple[Tensor, ...]:
+    """Run the forward pass on (batch, n, heads, d) or packed tensors."""
+    question = _question(a)
+    asked = sorted(n for n, x in vars(a).items() if x is not None and n not in _SUPPORTED)
+    if a.return_debug_mask or asked:
         raise UnsupportedError(
             f"flashsim's attention does not support {', '.join(asked or ['return_debug_mask'])}; "
             "call torch.nn.attention.restore_flash_attention_impl() to use torch's attention "
             "again"
         )
-    question = _question(
-        query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
-    )
-    q, k, v = (_by_head(x, cum_seq_q) for x in (query, key, value))
+    q, k, v = (_by_head(x, a.cum_seq_q) for x in (a.query, a.key, a.value))
     result = execution.run(q, k, v, **question)
-    lse = result.lse if cum_seq_q is None else result.lse[0]
-    return _by_row(result.out, cum_seq_q), lse, *_no_dropout(query)
+    lse = result.lse if a.cum_seq_q is None else result.lse[0]
+    return _by_row(result.out, a.cum_seq_q), lse, *_no_dropout(a.query)
 
 
-@_of_a_gradient
-def _flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:
-    """Replace torch's ``_flash_attention_backward``."""
-    _refuse_dropout(dropout_p)
-    question = _question(
-        query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
-    )
-    q, k, v, out, dout = (_by_head(x, cum_seq_q) for x in (query, key, value, out, grad_out))
-    lse = logsumexp if cum_seq_q is None else logsumexp[None]
+def _flash_backward(a: _Arguments) -> tuple[Tensor, ...]:
+    """Run the backward pass on (batch, n, heads, d) or packed tensors."""
+    question = _question(a)
+    tensors = a.query, a.key, a.value, a.out, a.grad_out
+    q, k, v, out, dout = (_by_head(x, a.cum_seq_q) for x in tensors)
+    lse = a.logsumexp if a.cum_seq_q is None else a.logsumexp[None]
     gradients = execution.backward(
         *(q, k, v, out, lse, dout),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **question,
     )
-    return tuple(_by_row(x, cum_seq_q) for x in (gradients.dq, gradients.dk, gradients.dv))
+    return tuple(_by_row(x, a.cum_seq_q) for x in (gradients.dq, gradients.dk, gradients.dv))
 
 
-def _sdpa_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    """Replace ``_scaled_dot_product_flash_attention`` of torch, on (batch, heads, n, d)."""
-    n_q, n_k = query.shape[2], key.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse, *rest = _flash_forward(
-        q, k, v, None, None, n_q, n_k, dropout_p, is_causal, return_debug_mask, scale=scale
-    )
-    return _laid_out(out.transpose(1, 2), query), lse, None, None, n_q, n_k, *rest
+def _turned(a: _Arguments, *names: str) -> _Arguments:
+    """Return arguments whose tensors `names` are (batch, n, heads, d), not (batch, heads, n, d)."""
+    tensors = {name: getattr(a, name).transpose(1, 2) for name in names}
+    return type(a)(vars(a), tensors | {"cum_seq_q": None, "cum_seq_k": None})
 
 
-@_of_a_gradient
-def _sdpa_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    """Replace torch's ``_scaled_dot_product_flash_attention_backward``."""
-    dout, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    options = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
-    gradients = _flash_backward(dout, q, k, v, out, logsumexp, None, None, *options, scale=scale)
-    like = (query, key, value)
+def _sdpa_forward(a: _Arguments) -> tuple[Any, ...]:
+    """Run the forward pass on (batch, heads, n, d) tensors."""
+    out, lse, *rest = _flash_forward(_turned(a, "query", "key", "value"))
+    ends = None, None, a.query.shape[2], a.key.shape[2]
+    return _laid_out(out.transpose(1, 2), a.query), lse, *ends, *rest
+
+
+def _sdpa_backward(a: _Arguments) -> tuple[Tensor, ...]:
+    """Run the backward pass on (batch, heads, n, d) tensors."""
+    gradients = _flash_backward(_turned(a, "grad_out", "query", "key", "value", "out"))
+    like = (a.query, a.key, a.value)
     return tuple(_laid_out(x.transpose(1, 2), y) for x, y in zip(gradients, like, strict=True))
 
 
-def _question(
-    query: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    left: int | None,
-    right: int | None,
-) -> dict[str, Any]:
+def _question(a: _Arguments) -> dict[str, Any]:
+    _refuse_dropout(a.dropout_p)
+    sides = a.window_size_left, a.window_size_right
     return {
-        "causal": causal,
-        "window": tuple(-1 if side is None else side for side in (left, right)),
-        "scale": scale,
-        "cu_seqlens_q": cum_seq_q,
-        "cu_seqlens_k": cum_seq_k,
-        "backend": default_backend(query),
+        "causal": a.is_causal,
+        "window": tuple(-1 if side is None else side for side in sides),
+        "scale": a.scale,
+        "cu_seqlens_q": a.cum_seq_q,
+        "cu_seqlens_k": a.cum_seq_k,
+        "backend": default_backend(a.query),
     }
 
 
@@ -378,138 +295,65 @@ def _refuse_dropout(dropout: float) -> None:
         )
 
 
-_CUDA = {
-    "_flash_attention_forward": _flash_forward,
-    "_flash_attention_backward": _flash_backward,
-    "_scaled_dot_product_flash_attention": _sdpa_forward,
-    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
-}
+_CUDA = _replacements(
+    _flash_attention_forward=_flash_forward,
+    _flash_attention_backward=_flash_backward,
+    _scaled_dot_product_flash_attention=_sdpa_forward,
+    _scaled_dot_product_flash_attention_backward=_sdpa_backward,
+)
 
 # -- CUDA, with a mask: the kernels that torch chooses there ---------------------------------------
 
 
-def _efficient_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    """Replace torch's ``_scaled_dot_product_efficient_attention``; pad LSE to a multiple of 32."""
-    out, lse = _masked_forward(
-        *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
-    )
+def _efficient_forward(a: _Arguments) -> tuple[Tensor, ...]:
+    """Run the forward pass, and pad the LSE to a multiple of 32 rows."""
+    out, lse = _masked_forward(a)
     rows = -lse.shape[-1] % 32
-    lse = torch.nn.functional.pad(lse, (0, rows)) if compute_log_sumexp else lse[..., :0]
-    state, offset, _ = _no_dropout(query)
+    lse = torch.nn.functional.pad(lse, (0, rows)) if a.compute_log_sumexp else lse[..., :0]
+    state, offset, _ = _no_dropout(a.query)
     return _by_token(out), lse.contiguous(), state[0].long(), offset.long()
 
 
-@_of_a_gradient
-def _efficient_backward(
-    grad_out_: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor | None, ...]:
-    """Replace torch's ``_scaled_dot_product_efficient_attention_backward``."""
-    lse = logsumexp[..., : query.shape[2]].contiguous()
-    found = _masked_gradients(
-        (query, key, value, out, lse, grad_out_),
-        *(dropout_p, is_causal, attn_bias, scale),
-        of_mask=grad_input_mask[3],
-    )
-    of_mask = found.dbias if grad_input_mask[3] else None
-    return (*map(_by_token, (found.dq, found.dk, found.dv)), of_mask)
+def _efficient_backward(a: _Arguments) -> tuple[Tensor | None, ...]:
+    lse, of_mask = a.logsumexp[..., : a.query.shape[2]].contiguous(), a.grad_input_mask[3]
+    found = _masked_gradients(a, lse, of_mask=of_mask)
+    dbias = found.dbias if of_mask else None
+    return (*map(_by_token, (found.dq, found.dk, found.dv)), dbias)
 
 
-def _cudnn_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    """Replace torch's ``_scaled_dot_product_cudnn_attention``."""
-    out, lse = _masked_forward(
-        *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
-    )
-    state, offset, _ = _no_dropout(query)
-    ends = None, None, query.shape[2], key.shape[2]
+def _cudnn_forward(a: _Arguments) -> tuple[Any, ...]:
+    out, lse = _masked_forward(a)
+    state, offset, _ = _no_dropout(a.query)
+    ends = None, None, a.query.shape[2], a.key.shape[2]
     return out, lse.contiguous()[..., None], *ends, state[0].long(), offset.long(), None
 
 
-@_of_a_gradient
-def _cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    """Replace torch's ``_scaled_dot_product_cudnn_attention_backward``."""
-    found = _masked_gradients(
-        (query, key, value, out, logsumexp[..., 0], grad_out),
-        *(dropout_p, is_causal, attn_bias, scale),
-        of_mask=False,
-    )
-    pairs = zip((found.dq, found.dk, found.dv), (query, key, value), strict=True)
+def _cudnn_backward(a: _Arguments) -> tuple[Tensor, ...]:
+    found = _masked_gradients(a, a.logsumexp[..., 0])
+    pairs = zip((found.dq, found.dk, found.dv), (a.query, a.key, a.value), strict=True)
     return tuple(_laid_out(x, like) for x, like in pairs)
 
 
-#: Replacements, and which of their arguments is the mask.
-_MASKED_ON_CUDA = {
-    "_scaled_dot_product_efficient_attention": (_efficient_forward, 3),
-    "_scaled_dot_product_efficient_attention_backward": (_efficient_backward, 4),
-    "_scaled_dot_product_cudnn_attention": (_cudnn_forward, 3),
-    "_scaled_dot_product_cudnn_attention_backward": (_cudnn_backward, 8),
-}
+_MASKED_ON_CUDA = _replacements(
+    _scaled_dot_product_efficient_attention=_efficient_forward,
+    _scaled_dot_product_efficient_attention_backward=_efficient_backward,
+    _scaled_dot_product_cudnn_attention=_cudnn_forward,
+    _scaled_dot_product_cudnn_attention_backward=_cudnn_backward,
+)
 
 
 def _masked_on_cuda() -> dict[str, Any]:
     """Return, by name, the functions that replace torch's CUDA operators for calls with a mask."""
     kernel = torch.library.get_kernel
     return {
-        name: _if_masked(function, at, kernel(f"aten::{name}", "CUDA"))
-        for name, (function, at) in _MASKED_ON_CUDA.items()
+        name: _if_masked(function, _names(name).index("attn_mask"), kernel(f"aten::{name}", "CUDA"))
+        for name, function in _MASKED_ON_CUDA.items()
     }
 
 
 def _if_masked(function: Callable[..., Any], at: int, own: Any) -> Callable[..., Any]:
     """Return a function that calls `function` if argument number `at` is a mask, else `own`."""
 
-    @wraps(function)
     def chosen(keyset: Any, *args: Any, **options: Any) -> Any:
         if args[at] is None:
             return own.call_boxed(keyset, *args, **options)

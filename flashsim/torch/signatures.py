@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -41,24 +42,19 @@ def reader(func: Any) -> tuple[Reader, str] | None:
 
 def bind(func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
     """Return a call's arguments by name, with defaults filled in."""
-    if func is _MULTI_HEAD:
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.arguments
+    context: tuple[None, ...] = ()
     if isinstance(func, type):  # an autograd function
-        forward, setup = (getattr(func, part) for part in ("forward", "setup_context"))
+        func, setup = func.forward, func.setup_context  # type: ignore[attr-defined]
         # Without its own `setup_context`, its forward pass takes the context first.
         context = (None,) if setup is torch.autograd.Function.setup_context else ()
-        bound = inspect.signature(forward).bind(*context, *args, **kwargs)
+    if isinstance(func, FunctionType):
+        bound = inspect.signature(func).bind(*context, *args, **kwargs)
         bound.apply_defaults()
+        if func is FLEX:
+            mask = bound.arguments["block_mask"]
+            as_tuple = (None, None, None, flex.noop_mask) if mask is None else mask.as_tuple()
+            bound.arguments["block_mask"] = as_tuple
         return bound.arguments
-    if func is FLEX:
-        given = inspect.signature(func).bind(*args, **kwargs).arguments
-        block_mask = given.get("block_mask")
-        as_tuple = (
-            (None, None, None, flex.noop_mask) if block_mask is None else block_mask.as_tuple()
-        )
-        return {"scale": None, "score_mod": None} | given | {"block_mask": as_tuple}
     if name == "flex_attention":
         return dict(zip(_FLEX, args, strict=False)) | kwargs
     space, _, op = name.partition("::")
@@ -247,8 +243,7 @@ def _ours_compiled(a: Arguments) -> AttentionCall:
     """Read the arguments of the operators that `flashsim.torch.attention` is compiled to."""
     from flashsim.torch import direct
 
-    question = direct.spoken(a["softcap"], a["scale"], a["question"])
-    asked = dict(zip(direct.NAMES, question, strict=True))
+    asked = direct.told(a["softcap"], a["scale"], a["question"])
     return _ours({"q": a["q"], "k": a["k"], "v": a["v"], **asked})
 
 
@@ -330,9 +325,8 @@ def _fused_layer(a: Arguments) -> AttentionCall:
     else:
         sizes = Extents(q.shape[0], heads, heads, q.shape[1], k.shape[1], d, d)
     pattern, mask = Pattern(), a["mask"]
-    if (
-        mask is not None and not q.is_nested
-    ):  # True masks a score; a mask of type 1 is for keys, (batch, n)
+    if mask is not None and not q.is_nested:
+        # True masks a score; a mask of type 1 is for keys, (batch, n).
         kept = ~mask.bool()
         kept = kept[:, None, None] if a["mask_type"] == 1 else kept
         pattern = read(kept, sizes.n_q, sizes.n_kv, sizes.batch, heads)

@@ -21,6 +21,7 @@ from flashsim.trace.recording import Recording
 _Trace = TypeVar("_Trace", bound=Recording)
 
 
+@report.shows_fields
 class Frame(NamedTuple):
     """The state of the loops over one head after visit number `step`, for drawing."""
 
@@ -34,12 +35,6 @@ class Frame(NamedTuple):
     moved: dict[str, int]  # the same by "op tensor", e.g. {"load K": ...}
     on_chip: dict[str, int]  # bytes in SRAM during the visit, by buffer
     flops: int  # executed up to and including this visit
-
-    def __repr__(self) -> str:
-        return report.short(self)
-
-    def _repr_html_(self) -> str:
-        return report.card(self)
 
 
 class Steps(Generic[_Trace]):

@@ -37,7 +37,7 @@ _JSON: dict[type, str] = {
     **{int: "an integer", bool: "true or false"},
 }
 _STAGE = {
-    **{"name": str, "outer": str, "buffers": list, "dense": bool, "per": str},
+    **{"name": str, "outer": str, "dense": bool, "per": str},
     **{"tiling": list, "key_order": str, "repeat": int, "stride": int},
 }
 
@@ -216,10 +216,10 @@ def stage(
     name = entry["name"]
     if own:
         known = entry["outer"] in ("queries", "keys") and entry["per"] in ("head", "group")
-        if not known or entry["dense"] or entry["buffers"] or len(name) > 60:
+        if not known or entry["dense"] or len(name) > 60:
             raise ValueError(
                 "a stage of your own algorithm must have a name of at most 60 characters, 'outer' "
-                "queries or keys, 'per' head or group, 'dense' false, and no buffers, got "
+                "queries or keys, 'per' head or group, and 'dense' false, got "
                 f"{shown(entry)}"
             )
         plan = plans.Stage(name, entry["outer"], per=entry["per"])
@@ -231,39 +231,12 @@ def stage(
                 f"{', '.join(map(repr, planned))}"
             )
         plan = planned[name]
-        for key in ("outer", "dense", "per"):
-            if entry[key] != getattr(plan, key):
-                raise ValueError(
-                    f"in stage {name!r}, {key!r} must be {getattr(plan, key)!r}, got "
-                    f"{shown(entry[key])}"
-                )
-        _check_buffers(entry["buffers"])
-    heads = plans.heads_of(plan, of)
-    if (entry["repeat"], entry["stride"]) != heads:
-        got = entry["repeat"], entry["stride"]
-        raise ValueError(
-            f"in stage {name!r}, repeat and stride must be {heads}, as the problem's heads "
-            f"require, got {got}"
-        )
-    return plan, Tiling(*integers("a stage's tiling", entry["tiling"], 2, 1)), *heads
-
-
-def _check_buffers(buffers: list[Any]) -> None:
-    """Raise an error unless the file's list of buffers, which nothing uses, is well-formed."""
-    if len(buffers) > len(TENSORS):
-        raise ValueError(f"a stage must have at most {len(TENSORS)} buffers, got {len(buffers)}")
-    for entry in buffers:
-        if not isinstance(entry, list) or len(entry) != 5 or entry[0] not in TENSORS:
-            raise ValueError(
-                "a stage's buffer must be a list of a tensor's name, three integers and a "
-                f"boolean, got {shown(entry)}"
-            )
-        integers("the sizes of a stage's buffer", entry[1:4], 3)
-        if not isinstance(entry[4], bool):
-            raise ValueError(
-                "the last element of the list that describes a stage's buffer must be true or "
-                f"false, got {shown(entry)}"
-            )
+    repeat, stride = plans.heads_of(plan, of)
+    wanted = {"outer": plan.outer, "dense": plan.dense, "per": plan.per}
+    for key, value in {**wanted, "repeat": repeat, "stride": stride}.items():
+        if entry[key] != value:
+            raise ValueError(f"in stage {name!r}, {key!r} must be {value!r}, got {entry[key]!r}")
+    return plan, Tiling(*integers("a stage's tiling", entry["tiling"], 2, 1)), repeat, stride
 
 
 # -- lengths of tables --------------------------------------------------------------------------

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashsim.errors import DTypeError, UnsupportedError, shown
-from flashsim.own_kernels import Recorder
+from flashsim.own_kernels import KernelTensor, Recorder
 from flashsim.triton.installed import installed
 from flashsim.triton.narrow_floats import exact_dtype
 
@@ -30,8 +31,7 @@ _TYPES = {
 }
 
 
-@dataclass(eq=False)
-class ArrayLayout:
+class ArrayLayout(NamedTuple):
     """The memory layout of an array argument.
 
     Attributes
@@ -50,23 +50,57 @@ class ArrayLayout:
     memory: int
     size: int
     start: int
-    array: Any = field(repr=False)
+    array: Any
 
 
 @dataclass(eq=False)
-class Pointer(ArrayLayout):
+class Pointer:
     """An array argument's simulated address, which the interpreter passes to the kernel.
 
     Attributes
     ----------
-    code : the tensor's code in the record
-    element : Triton's element type
-    address : the simulated address that the kernel gets
+    tensor : the tensor in the record
+    memory, size : the allocation's real address, and its size in bytes
+    array : the user's array, or a copy of it if it cannot be written to
+    given : the kernel's argument, which is kept alive, so that its address stays unique
     """
 
-    code: int
-    element: Any
-    address: int
+    tensor: KernelTensor
+    memory: int
+    size: int
+    array: Any = field(repr=False)
+    given: Any = field(repr=False)
+
+    @property
+    def code(self) -> int:
+        """Return the tensor's code in the record."""
+        return self.tensor.code
+
+    @property
+    def element(self) -> Any:
+        """Return Triton's element type."""
+        return getattr(installed().tl, _TYPES[self.tensor.dtype])
+
+    @cached_property
+    def address(self) -> int:
+        """Return the simulated address that the kernel gets."""
+        return START + self.code * REGION + REGION // 2 + self.tensor.start
+
+    @property
+    def begin(self) -> int:
+        """Return the real address of the first element."""
+        return self.memory + self.tensor.start
+
+    def allocation(self) -> np.ndarray:
+        """Return the bytes of the complete allocation as a NumPy array, without a copy."""
+        raw: Any = (ctypes.c_uint8 * max(self.size, 1)).from_address(self.memory)
+        return np.frombuffer(raw, np.uint8, self.size)
+
+    def values(self) -> np.ndarray:
+        """Return the tensor's values as a NumPy array, without a copy."""
+        its, dtype = self.tensor, exact_dtype(self.tensor.dtype)
+        steps = tuple(step * dtype.itemsize for step in its.strides)
+        return np.ndarray(its.shape, dtype, self.allocation(), its.start, steps)
 
 
 class Arguments:
@@ -75,7 +109,6 @@ class Arguments:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.pointers: list[Pointer] = []
-        self._kept: dict[int, tuple[Any, Any]] = {}  # keeps arrays alive, so that ids stay unique
 
     def take(
         self, name: str, given: Any, taken: dict[str, int], visible: Callable[[str], bool]
@@ -92,46 +125,31 @@ class Arguments:
         if hasattr(given, "block_shape") and hasattr(given, "padding"):  # a TensorDescriptor
             return Descriptor(given, self.take(name, base, taken, visible))
         if type(given).__name__ == "TensorWrapper":  # triton.reinterpret: another element type
-            inner = _array(name, base)
-            return self._point(name, base, inner, _dtype_name(name, given.dtype), taken)
+            return self._point(name, base, _dtype_name(name, given.dtype), taken)
         if type(given).__module__.startswith("triton."):  # a type, a constexpr, a helper
             return given
         if callable(given) and not hasattr(given, "dtype"):
             return given
-        inner = _array(name, given)
-        return self._point(name, given, inner, inner.dtype, taken)
+        return self._point(name, given, None, taken)
 
-    def _point(
-        self, name: str, given: Any, inner: ArrayLayout, dtype: str, taken: dict[str, int]
-    ) -> Pointer:
-        tl = installed().tl
+    def _point(self, name: str, given: Any, dtype: str | None, taken: dict[str, int]) -> Pointer:
+        its = _array(name, given)
+        if its.start >= REGION // 4 or its.size >= REGION // 4:
+            raise UnsupportedError(
+                f"{name} is part of an allocation of {its.size:,} B, but at most 2^38 B can be "
+                "traced; pass a copy of only the part that the kernel needs"
+            )
         code = self._recorder.tensor(
-            name,
-            inner.shape,
-            inner.strides,
-            dtype,
-            inner.itemsize,
-            buffer=inner.memory,
-            start=inner.start,
+            *(name, its.shape, its.strides, dtype or its.dtype, its.itemsize),
+            buffer=its.memory,
+            start=its.start,
             unlike=taken.values(),
         )
         taken[name] = code
-        for one in self.pointers:
-            if one.code == code:
-                return one
-        inner.dtype = dtype
-        address = START + code * REGION + REGION // 2 + inner.start
-        made = Pointer(
-            **vars(inner), code=code, element=getattr(tl, _TYPES[dtype]), address=address
-        )
-        if inner.start >= REGION // 4 or inner.size >= REGION // 4:
-            raise UnsupportedError(
-                f"{name} is part of an allocation of {inner.size:,} B, but at most 2^38 B can be "
-                "traced; pass a copy of only the part that the kernel needs"
-            )
-        self.pointers.append(made)
-        self._kept[code] = given, inner.array
-        return made
+        if code == len(self.pointers):  # a new tensor
+            tensor = self._recorder.tensors[code]
+            self.pointers.append(Pointer(tensor, its.memory, its.size, its.array, given))
+        return self.pointers[code]
 
 
 @dataclass(frozen=True)
@@ -182,16 +200,9 @@ def _of_numpy(name: str, array: np.ndarray) -> ArrayLayout:
                 f"of the element size; pass numpy.ascontiguousarray({name})"
             )
     low, high = np.lib.array_utils.byte_bounds(root)
-    return ArrayLayout(
-        array.shape,
-        tuple(step // array.itemsize for step in array.strides),
-        dtype,
-        array.itemsize,
-        low,
-        high - low,
-        array.ctypes.data - low,
-        array,
-    )
+    strides = tuple(step // array.itemsize for step in array.strides)
+    memory = low, high - low, array.ctypes.data - low
+    return ArrayLayout(array.shape, strides, dtype, array.itemsize, *memory, array)
 
 
 def _of_torch(name: str, tensor: Any) -> ArrayLayout:
@@ -199,32 +210,12 @@ def _of_torch(name: str, tensor: Any) -> ArrayLayout:
         raise DTypeError(
             f"{name} is on {tensor.device}, but kernels are traced on the CPU; pass {name}.cpu()"
         )
-    storage = tensor.untyped_storage()
-    return ArrayLayout(
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        _dtype_name(name, tensor.dtype),
-        tensor.element_size(),
-        storage.data_ptr(),
-        storage.nbytes(),
-        tensor.storage_offset() * tensor.element_size(),
-        tensor,
-    )
+    storage, itemsize = tensor.untyped_storage(), tensor.element_size()
+    memory = storage.data_ptr(), storage.nbytes(), tensor.storage_offset() * itemsize
+    layout = tuple(tensor.shape), tuple(tensor.stride()), _dtype_name(name, tensor.dtype)
+    return ArrayLayout(*layout, itemsize, *memory, tensor)
 
 
 def begin_of(array: Any) -> int:
     """Return the address of the first element of a NumPy or torch array."""
     return array.data_ptr() if hasattr(array, "data_ptr") else np.asarray(array).ctypes.data
-
-
-def values(pointer: Pointer, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Return a tensor's values as a NumPy array, without a copy."""
-    dtype = exact_dtype(pointer.dtype)
-    steps = tuple(step * dtype.itemsize for step in strides)
-    return np.ndarray(shape, dtype, allocation(pointer), pointer.start, steps)
-
-
-def allocation(pointer: Pointer) -> np.ndarray:
-    """Return the bytes of a tensor's complete allocation as a NumPy array, without a copy."""
-    raw: Any = (ctypes.c_uint8 * max(pointer.size, 1)).from_address(pointer.memory)
-    return np.frombuffer(raw, np.uint8, pointer.size)

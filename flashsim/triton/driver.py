@@ -65,9 +65,8 @@ def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
     """
     at = installed()
     driver = at.triton.runtime.driver
-    before = dict(vars(driver))
     with ExitStack() as stack:
-        stack.callback(_back, driver, before)
+        stack.enter_context(mock.patch.dict(vars(driver)))  # puts back all of its attributes
         driver.set_active(Driver())
         replaced: set[str] = set()
 
@@ -83,11 +82,6 @@ def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
 
         replace_imported()
         yield replace_imported
-
-
-def _back(driver: Any, before: dict[str, Any]) -> None:
-    vars(driver).clear()
-    vars(driver).update(before)
 
 
 def _torch_on_cpu(stack: ExitStack, available: bool) -> None:

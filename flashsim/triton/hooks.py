@@ -22,36 +22,23 @@ Interpreter = Any  # `machine.Interpreter`, whose module imports this one
 def _load(
     m: Interpreter, plain: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **more: Any
 ) -> Any:
-    at = m.at.interpreter
-    mask = _as_handle(m, mask)
+    element = ptrs.get_element_ty()
+    kind = m.at.interpreter._get_np_dtype(element)
     reached = m.reach(LOAD, ptrs, mask)
-    kind = at._get_np_dtype(ptrs.get_element_ty())
-    if other is None:
-        fill = np.zeros(reached.addresses.shape, kind)
-    else:
-        fill = np.broadcast_to(other.data, reached.addresses.shape).astype(kind)
+    fill = np.broadcast_to(0 if other is None else other.data, reached.addresses.shape).astype(kind)
     if reached.lost.any():  # outside of every allocation: NaN, so that its use is visible
-        fill = fill.copy()
-        fill[reached.lost] = _junk(ptrs.get_element_ty(), kind)
-    found = at._interpreter.load(reached.addresses, reached.real, fill, kind)
-    return m.loaded(at.TensorHandle(found, ptrs.get_element_ty()))
+        fill[reached.lost] = _junk(element, kind)
+    found = m.at.interpreter._interpreter.load(reached.addresses, reached.real, fill, kind)
+    return m.loaded(floats.handle(found, element))
 
 
 def _store(
     m: Interpreter, plain: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **more: Any
 ) -> Any:
-    mask = _as_handle(m, mask)
     reached = m.reach(STORE, ptrs, mask)
     kind = m.at.interpreter._get_np_dtype(ptrs.get_element_ty())
     data = np.broadcast_to(value.data, reached.addresses.shape).astype(kind, copy=False)
     m.at.interpreter._interpreter.store(reached.addresses, np.ascontiguousarray(data), reached.real)
-
-
-def _as_handle(m: Interpreter, mask: Any) -> Any:
-    """Return a mask as the interpreter's handle; Triton 3.6 passes some masks as plain arrays."""
-    if isinstance(mask, np.ndarray):
-        return m.at.interpreter.TensorHandle(mask, m.at.tl.int1)
-    return mask
 
 
 def _junk(element: Any, kind: np.dtype) -> Any:
@@ -62,15 +49,17 @@ def _junk(element: Any, kind: np.dtype) -> Any:
     return 0
 
 
+def _spread(handle: Any, shape: tuple[int, ...]) -> Any:
+    return floats.handle(np.ascontiguousarray(np.broadcast_to(handle.data, shape)), handle.dtype)
+
+
 def _rmw(m: Interpreter, plain: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
     if floats.is_narrow(val.dtype):
         raise floats.refuse(what="an atomic operation")
     reached = m.reach(ATOMIC, ptr, mask)
-    at = m.at.interpreter
-    shape = reached.addresses.shape
-    value = at.TensorHandle(np.ascontiguousarray(np.broadcast_to(val.data, shape)), val.dtype)
-    where = at.TensorHandle(reached.addresses, ptr.dtype)
-    return plain(op, where, value, at.TensorHandle(reached.real, m.at.tl.int1), *rest)
+    where = floats.handle(reached.addresses, ptr.dtype)
+    real = floats.handle(reached.real, m.at.tl.int1)
+    return plain(op, where, _spread(val, reached.addresses.shape), real, *rest)
 
 
 def _cas(m: Interpreter, plain: Any, ptr: Any, cmp: Any, val: Any, *rest: Any) -> Any:
@@ -81,13 +70,8 @@ def _cas(m: Interpreter, plain: Any, ptr: Any, cmp: Any, val: Any, *rest: Any) -
             "index, and compare it with the tensor's shape",
             "outside",
         )
-    at = m.at.interpreter
-    shape = reached.addresses.shape
-    wide = [
-        at.TensorHandle(np.ascontiguousarray(np.broadcast_to(x.data, shape)), x.dtype)
-        for x in (cmp, val)
-    ]
-    return plain(at.TensorHandle(reached.addresses, ptr.dtype), *wide, *rest)
+    wide = [_spread(x, reached.addresses.shape) for x in (cmp, val)]
+    return plain(floats.handle(reached.addresses, ptr.dtype), *wide, *rest)
 
 
 def _as_atomic(m: Interpreter, plain: Any, *args: Any) -> Any:
@@ -99,20 +83,16 @@ def _as_atomic(m: Interpreter, plain: Any, *args: Any) -> Any:
 
 
 def _poll(m: Interpreter, plain: Any, ptr: Any, expected: Any, *rest: Any) -> Any:
-    m.atomic = True
-    try:
-        builder = m.at.interpreter.interpreter_builder
-        mask = m.at.interpreter.TensorHandle(np.ones(ptr.data.shape, bool), m.at.tl.int1)
-        now = builder.create_masked_load(ptr, mask, None, None, True).data == expected.data
-    finally:
-        m.atomic = False
+    load = m.at.interpreter.interpreter_builder.create_masked_load
+    mask = floats.handle(np.ones(ptr.data.shape, bool), m.at.tl.int1)
+    now = _as_atomic(m, load, ptr, mask, None, None, True).data == expected.data
     if not now.all():
         raise UnsupportedError(
             "this program waits for a value that another program writes. The simulation "
             "runs programs one after another, in the order of the grid, so it would wait "
             "forever; split the kernel into two launches"
         )
-    return m.at.interpreter.TensorHandle(now, m.at.tl.int1)
+    return floats.handle(now, m.at.tl.int1)
 
 
 def _dot(m: Interpreter, plain: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -17,11 +16,11 @@ from flashsim.own_kernels import ATOMIC, Recorder
 from flashsim.own_kernels.names import paper_name
 from flashsim.triton import block_pointers
 from flashsim.triton import narrow_floats as floats
-from flashsim.triton.arguments import Arguments, Descriptor, Pointer, allocation, values
+from flashsim.triton.arguments import Arguments, Descriptor, Pointer
 from flashsim.triton.hooks import HOOKED, checking, remembering
 from flashsim.triton.installed import installed, language_restored
 from flashsim.triton.lines import failure, in_library, reader_frame, tiles
-from flashsim.triton.memory import Memory, Reached, dtype_of
+from flashsim.triton.memory import Memory, Reached
 
 #: Programs per launch whose tile values are examined; later programs hold the same tiles.
 _HELD_PROGRAMS = 2
@@ -29,25 +28,22 @@ _HELD_PROGRAMS = 2
 POSITIVE = 1e-3
 
 
-@dataclass(eq=False)
-class Ran:
+class Ran(NamedTuple):
     """A completed kernel launch, with the data needed to run one program again.
 
     Attributes
     ----------
-    number : the launch's number in the record
     function : the kernel as the interpreter runs it
     arguments : the arguments by parameter, converted for the interpreter
     pointers : the array arguments
     before : the bytes of each allocation before the launch, by the allocation's address
     """
 
-    number: int
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     pointers: list[Pointer]
     grid: tuple[int, ...]
-    before: dict[int, np.ndarray] = field(default_factory=dict)
+    before: dict[int, np.ndarray]
 
 
 class Interpreter:
@@ -95,23 +91,14 @@ class Interpreter:
         self._scopes: dict[int, tuple[dict[str, Any], set[str]]] = {}
         try:
             with language_restored(at.tl), ExitStack() as self._hooks:
-                self._put(
-                    at.interpreter.GridExecutor,
-                    "__call__",
-                    lambda executor, *a, **k: self.launch(executor, a, k),
-                )
-                self._put(at.interpreter, "_patch_lang", self._patching(at.interpreter._patch_lang))
-                self._put(
-                    at.interpreter, "_get_np_dtype", remembering(at.interpreter._get_np_dtype)
-                )
-                self._put(run, "rewrite", self._rewriting(run.rewrite))
-                self._put(
-                    jit, "run", lambda kernel, *a, **k: self._interpreted(kernel).run(*a, **k)
-                )
-                self._put(
-                    jit, "__call__", lambda kernel, *a, **k: self._interpreted(kernel)(*a, **k)
-                )
-                self._put(tuner, "run", self._tuning(tuner.run))
+                put, interpreter = self._put, at.interpreter
+                put(interpreter.GridExecutor, "__call__", lambda *a, **k: self.launch(*a, **k))
+                put(interpreter, "_patch_lang", self._patching(interpreter._patch_lang))
+                put(interpreter, "_get_np_dtype", remembering(interpreter._get_np_dtype))
+                put(run, "rewrite", self._rewriting(run.rewrite))
+                put(jit, "run", lambda kernel, *a, **k: run(kernel.fn).run(*a, **k))
+                put(jit, "__call__", lambda kernel, *a, **k: run(kernel.fn)(*a, **k))
+                put(tuner, "run", self._tuning(tuner.run))
                 self._hook_builder()
                 yield
         finally:
@@ -124,10 +111,6 @@ class Interpreter:
     def _put(self, obj: Any, name: str, value: Any) -> None:
         """Replace an attribute of an object in Triton's language until `entered` ends."""
         self._hooks.enter_context(mock.patch.object(obj, name, value, create=True))
-
-    def _interpreted(self, kernel: Any) -> Any:
-        """Return an interpreted version of a kernel that was decorated with `@triton.jit`."""
-        return self.at.interpreter.InterpretedFunction(kernel.fn)
 
     def _rewriting(self, rewrite: Callable[..., Any]) -> Callable[..., Any]:
         """Remember the globals of the user's file before the interpreter adds more names."""
@@ -183,12 +166,8 @@ class Interpreter:
         def tuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
             tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
             possible = tuner.prune_configs(kwargs) if len(tuner.configs) > 1 else tuner.configs
-            chosen = self._choose(tuner, possible)
-            before, tuner.configs = tuner.configs, [chosen]
-            try:
+            with mock.patch.object(tuner, "configs", [self._choose(tuner, possible)]):
                 return run(tuner, *args, **kwargs)
-            finally:
-                tuner.configs = before
 
         return tuned
 
@@ -223,17 +202,18 @@ class Interpreter:
     # -- the builder's operations ----------------------------------------------------------------
 
     def _hook_builder(self) -> None:
-        builder = self.at.interpreter.interpreter_builder
-        put = lambda name, value: self._put(builder, name, value)  # noqa: E731
-        put("grid_idx", getattr(builder, "grid_idx", None))
-        put("grid_dim", getattr(builder, "grid_dim", None))
+        builder, ops = (
+            self.at.interpreter.interpreter_builder,
+            self.at.interpreter.ReduceScanOpInterface,
+        )
+        for name in ("grid_idx", "grid_dim"):  # each launch sets them
+            self._put(builder, name, getattr(builder, name, None))
         for name, make in HOOKED.items():
             if hasattr(builder, name):
-                put(name, partial(make, self, getattr(builder, name)))
+                self._put(builder, name, partial(make, self, getattr(builder, name)))
         if not hasattr(builder, "get_bf16"):
-            tl = self.at.tl
-            put("get_bf16", lambda value: floats.cast(builder.get_fp32(value), tl.bfloat16))
-        ops = self.at.interpreter.ReduceScanOpInterface
+            rounded = lambda x: floats.cast(builder.get_fp32(x), self.at.tl.bfloat16)  # noqa: E731
+            self._put(builder, "get_bf16", rounded)
         self._put(ops, "check_tensor", checking(ops.check_tensor))
 
     def line(self) -> tuple[str, int]:
@@ -243,9 +223,11 @@ class Interpreter:
 
     def reach(self, op: int, pointers: Any, mask: Any) -> Reached:
         """Record an access of the running program, and return the accessed real memory."""
-        active = np.ones(pointers.data.shape, bool) if mask is None else mask.data
+        active = np.ones((), bool) if mask is None else mask
+        if not isinstance(active, np.ndarray):  # Triton 3.6 passes some masks as arrays
+            active = mask.data
         op = ATOMIC if self.atomic else op
-        reached = self.memory.reach(op, pointers.data, active, dtype_of(pointers), self.line())
+        reached = self.memory.reach(op, pointers, active, self.line())
         if self._started <= _HELD_PROGRAMS and not self.memory.silent:
             self._note_held()
         return reached
@@ -311,7 +293,7 @@ class Interpreter:
 
     # -- launches -------------------------------------------------------------------------------
 
-    def launch(self, executor: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
         """Run a kernel launch, program by program, in the order in which a GPU starts programs."""
         fn, name = executor.fn, executor.fn.__name__
         spec = inspect.getfullargspec(fn)
@@ -332,9 +314,8 @@ class Interpreter:
             for key, value in bound.items()
             if key not in taken and isinstance(value, (bool, int, float, str, np.generic))
         }
-        number = self.recorder.launch(
-            name,
-            grid,
+        self.recorder.launch(
+            *(name, grid),
             arguments=taken,
             constants=constants,
             file=code.co_filename if code else "?",
@@ -349,9 +330,9 @@ class Interpreter:
                 key: value if key in executor.constexprs else self._convert(value)
                 for key, value in host.items()
             }
-            ran = Ran(number, fn, made, pointers, grid)
+            before = {p.memory: p.allocation().copy() for p in pointers if self._keep}
+            ran = Ran(fn, made, pointers, grid, before)
             if self._keep:
-                ran.before = {p.memory: allocation(p).copy() for p in pointers}
                 self.ran.append(ran)
             self._started = 0
             for place in self._places(name, grid):
@@ -385,9 +366,9 @@ class Interpreter:
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
         """Run a program again on the memory from before the launch; call `look` at each access."""
-        now = {p.memory: allocation(p).copy() for p in ran.pointers}
+        now = {p.memory: p.allocation().copy() for p in ran.pointers}
         for p in ran.pointers:
-            allocation(p)[:] = ran.before[p.memory]
+            p.allocation()[:] = ran.before[p.memory]
         self.memory.begin(ran.pointers)
         self.memory.silent, self.memory.observer = True, look
         with self.entered():
@@ -401,7 +382,7 @@ class Interpreter:
             finally:
                 self.memory.silent, self.memory.observer = False, None
                 for p in ran.pointers:
-                    allocation(p)[:] = now[p.memory]
+                    p.allocation()[:] = now[p.memory]
 
     def _grid(self, executor: Any, name: str, bound: Mapping[str, Any]) -> tuple[int, ...]:
         grid = executor.grid(bound) if callable(executor.grid) else executor.grid
@@ -421,10 +402,9 @@ class Interpreter:
             yield from (place[::-1] for place in np.ndindex(*grid[::-1]))
             return
         for place in self._programs:
-            fits = len(place) == len(grid) and all(
-                0 <= p < n for p, n in zip(place, grid, strict=True)
-            )
-            if not fit_int(place) or not fits:
+            whole = all(isinstance(n, (int, np.integer)) for n in place)
+            inside = all(p in range(n) for p, n in zip(place, grid, strict=False))
+            if not whole or not inside or len(place) != len(grid):
                 raise OptionError(
                     f"programs= must name programs of the grid: {name} has a grid of {grid}, "
                     f"which has no program {shown(place)}"
@@ -459,21 +439,6 @@ class Interpreter:
         if getattr(given, "round_f32_to_tf32", False):
             made.handle.round_f32_to_tf32 = True
         return made
-
-    def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return a dict from tensor code to array; a JAX array is replaced by the written copy."""
-        return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
-
-    def numbers(self, code: int) -> np.ndarray:
-        """Return the current values of the tensor with this code, as a NumPy array."""
-        tensor = self.recorder.tensors[code]
-        pointer = next(p for p in self.arguments.pointers if p.code == code)
-        return values(pointer, tensor.shape, tensor.strides)
-
-
-def fit_int(place: Sequence[Any]) -> bool:
-    """Return True if all these values are integers."""
-    return all(isinstance(n, (int, np.integer)) for n in place)
 
 
 def _run_program(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Memory:
 
     def __init__(self, recorder: Recorder, pointers: list[Pointer]) -> None:
         self._recorder = recorder
-        self._by_code = {one.code: one for one in pointers}
+        self._pointers = pointers  # in the order of the tensors' codes
         self._launch: list[Pointer] = []
         self.observer: Observer | None = None
         self.silent = False  # while a program runs again: its accesses are not recorded twice
@@ -46,23 +47,22 @@ class Memory:
     def begin(self, pointers: list[Pointer]) -> None:
         """Set the array arguments of the kernel launch that now begins."""
         self._launch = pointers
-        self._by_code |= {one.code: one for one in pointers}
 
-    def reach(
-        self, op: int, pointers: np.ndarray, mask: np.ndarray, itemsize: int, line: Line
-    ) -> Reached:
-        """Record an access, and return the real memory that the lanes (elements) refer to.
+    def reach(self, op: int, pointers: Any, active: np.ndarray, line: Line) -> Reached:
+        """Record an access by an interpreter's handle of pointers; return the real memory.
 
         MemoryModelError is raised if an active lane's address belongs to no argument of the kernel.
         """
-        shape = np.broadcast_shapes(pointers.shape, mask.shape)
-        addresses = np.broadcast_to(pointers, shape).astype(np.int64)
-        active = np.broadcast_to(mask, shape).astype(bool)
+        itemsize = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        shape = np.broadcast_shapes(pointers.data.shape, active.shape)
+        addresses = np.broadcast_to(pointers.data, shape).astype(np.int64)
+        active = np.broadcast_to(active, shape).astype(bool)
         masked = int(active.size - np.count_nonzero(active))
         real, lost = active.copy(), np.zeros(shape, bool)
         where = np.zeros(shape, np.uint64)
+        note = partial(self._note, op, line)
         if masked == active.size:
-            self._note(op, -1, np.zeros(0, np.int64), masked, 0, line)
+            note(-1, np.zeros(0, np.int64), masked)
             return Reached(where, real, lost)
         addresses = self._foreign(addresses, active)
         some = addresses if not masked else addresses[active]
@@ -70,15 +70,15 @@ class Memory:
         region = None if low == high else (addresses - START) // REGION
         codes = [low] if region is None else np.unique(region[active]).tolist()
         for code in codes:
-            its = self._by_code[code]
+            its = self._pointers[code]
             chosen: Any = active
             if region is not None:
                 chosen = active & (region == code)
             elif not masked:
                 chosen = ...
             moved = addresses[chosen] - its.address  # bytes from the first element
-            self._one(op, its, moved, itemsize, masked if code == codes[0] else 0, line)
-            at = its.start + moved
+            self._one(note, its, moved, itemsize, masked if code == codes[0] else 0)
+            at = its.tensor.start + moved
             where[chosen] = (its.memory + at).astype(np.uint64)
             if int(at.min()) < 0 or int(at.max()) + itemsize > its.size:
                 inside = (at >= 0) & (at + itemsize <= its.size)
@@ -95,10 +95,9 @@ class Memory:
         if not strange.any():
             return addresses
         addresses = addresses.copy()
-        for its in self._by_code.values():
-            begin = its.memory + its.start
-            mine = strange & (addresses >= begin) & (addresses < its.memory + its.size)
-            addresses[mine] += its.address - begin
+        for its in self._pointers:
+            mine = strange & (addresses >= its.begin) & (addresses < its.memory + its.size)
+            addresses[mine] += its.address - its.begin
             strange &= ~mine
         if strange.any():
             names = ", ".join(t.name for t in self._recorder.tensors)
@@ -111,71 +110,68 @@ class Memory:
         return addresses
 
     def _one(
-        self, op: int, its: Pointer, moved: np.ndarray, itemsize: int, masked: int, line: Line
+        self,
+        note: Callable[..., None],
+        its: Pointer,
+        moved: np.ndarray,
+        itemsize: int,
+        masked: int,
     ) -> None:
         """Record the lanes of an access whose pointers were computed from one tensor's address."""
-        if itemsize % its.itemsize:
+        tensor = its.tensor
+        if itemsize % tensor.itemsize:
             raise UnsupportedError(
-                f"{self._recorder.tensors[its.code].name} has elements of {its.itemsize} B, but "
-                f"the kernel accesses elements of {itemsize} B; pass it with the element type that "
-                "the kernel uses"
+                f"{tensor.name} has elements of {tensor.itemsize} B, but the kernel accesses "
+                f"elements of {itemsize} B; pass it with the element type that the kernel uses"
             )
-        tensor = self._recorder.tensors[its.code]
-        offsets, rest = np.divmod(moved.ravel(), its.itemsize)
-        plain = tensor.contiguous and itemsize == its.itemsize and not rest.any()
+        offsets, rest = np.divmod(moved.ravel(), tensor.itemsize)
+        plain = tensor.contiguous and itemsize == tensor.itemsize and not rest.any()
         if plain and int(offsets.min()) >= 0 and int(offsets.max()) < tensor.span:
-            self._note(op, its.code, offsets, masked, 0, line)
+            note(its.code, offsets, masked)
             return
         if tensor.contiguous:
             exists = (offsets >= 0) & (offsets < tensor.span)
         else:
             _, exists = tensor.coordinates(offsets)
-        exists &= rest == 0
-        if itemsize > its.itemsize:  # an accessed element spans several of the tensor's
-            steps = np.arange(itemsize // its.itemsize)
-            exists &= offsets + steps[-1] < tensor.span
-        good = offsets[exists]
-        if itemsize > its.itemsize:
-            good = (good[:, None] + steps).ravel()
+        # An accessed element may span several of the tensor's.
+        steps = np.arange(itemsize // tensor.itemsize)
+        exists &= (rest == 0) & (offsets + steps[-1] < tensor.span)
+        outside = 0
         if not exists.all():
             others, outside = self._others(its, moved.ravel()[~exists], itemsize)
             for code, found in others.items():
-                self._note(op, code, found, 0, 0, line)
-            self._note(op, its.code, good, masked, outside, line)
-            return
-        self._note(op, its.code, good, masked, 0, line)
+                note(code, found)
+        note(its.code, (offsets[exists][:, None] + steps).ravel(), masked, outside)
 
     def _others(
         self, its: Pointer, moved: np.ndarray, itemsize: int
     ) -> tuple[dict[int, np.ndarray], int]:
         """Find elements past the tensor `its` that belong to another tensor in the allocation."""
         found: dict[int, np.ndarray] = {}
-        left = its.start + moved
+        left = its.tensor.start + moved
         for other in self._launch:
-            if other.memory != its.memory or other is its or other.itemsize != itemsize:
+            tensor = other.tensor
+            if other.memory != its.memory or other is its or tensor.itemsize != itemsize:
                 continue
-            offsets, rest = np.divmod(left - other.start, itemsize)
-            _, exists = self._recorder.tensors[other.code].coordinates(offsets)
+            offsets, rest = np.divmod(left - tensor.start, itemsize)
+            _, exists = tensor.coordinates(offsets)
             exists &= rest == 0
             if exists.any():
-                found[other.code] = offsets[exists]
+                found[tensor.code] = offsets[exists]
                 left = left[~exists]
         return found, int(left.size)
 
     def _note(
-        self, op: int, code: int, offsets: np.ndarray, masked: int, outside: int, line: Line
+        self,
+        op: int,
+        line: Line,
+        code: int,
+        offsets: np.ndarray,
+        masked: int = 0,
+        outside: int = 0,
     ) -> None:
         if not self.silent:
-            if code < 0 or not offsets.size:
-                self._recorder.access(
-                    op, code if outside else -1, offsets, masked=masked, outside=outside, line=line
-                )
-            else:
-                self._recorder.access(op, code, offsets, masked=masked, outside=outside, line=line)
+            known = code if offsets.size or outside else -1
+            self._recorder.access(op, known, offsets, masked=masked, outside=outside, line=line)
         if self.observer is not None and offsets.size:
             self.observer(op, code, offsets)
-
-
-def dtype_of(handle: Any) -> int:
-    """Return the number of bytes of an element that a pointer handle points to."""
-    return max(1, handle.get_element_ty().primitive_bitwidth // 8)

@@ -15,7 +15,6 @@ from flashsim.own_kernels.record import KernelRecord
 from flashsim.own_kernels.steps import Look
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.triton.arguments import begin_of
 from flashsim.triton.machine import Interpreter
 
 
@@ -51,8 +50,8 @@ class Watch:
             )
         again = self._again if self._machine.ran else None
         made = KernelTrace(record, **self._options, values=self.values(), again=again)
-        stored = self._machine.outputs(list(record.stored))
-        made.outputs = {made.geometry.labels[code]: array for code, array in stored.items()}
+        pointers = self._machine.arguments.pointers
+        made.outputs = {made.tensors[code]: pointers[code].array for code in record.stored}
         if self._check and not unchecked:
             made.check(self._check if callable(self._check) else None)
         return made
@@ -71,14 +70,12 @@ class Watch:
 
     def values(self) -> list[np.ndarray]:
         """Return copies of all tensors' current values, in the order of their codes."""
-        recorder = self._machine.recorder
-        return [self._machine.numbers(one.code).copy() for one in recorder.tensors]
+        return [one.values().copy() for one in self._machine.arguments.pointers]
 
     def codes_of(self, array: Any) -> list[int]:
         """Return the codes of all tensors and views that start at an array's first element."""
-        begins = begin_of(array)
-        pointers = self._machine.arguments.pointers
-        return [one.code for one in pointers if one.memory + one.start == begins]
+        own = array.data_ptr() if hasattr(array, "data_ptr") else np.asarray(array).ctypes.data
+        return [one.code for one in self._machine.arguments.pointers if one.begin == own]
 
 
 @contextmanager

@@ -1,13 +1,21 @@
 """Side by side: one row an algorithm and direction, each on the same inputs."""
 
+import json
+
 import numpy as np
 import pytest
+from refusals import refusals, refused
 
 import flashsim
-from flashsim import FlashSimError, Tiling
-from flashsim.errors import UnknownArgumentError
+from flashsim import Tiling
 
 Q, K, V, DOUT = np.random.default_rng(0).standard_normal((4, 2, 40, 8), dtype=np.float32)
+RNG = np.random.default_rng(1)
+QUERY = RNG.standard_normal((2, 4, 1, 8), dtype=np.float32)
+POOLS = RNG.standard_normal((2, 9, 2, 5, 8), dtype=np.float32)
+TABLE = np.array([[3, 8, 1], [0, 7, 5]])
+CACHE = {"block_table": TABLE, "cache_seqlens": (12, 12), "splits": 2}
+BOTH = ["flash2", "flash-decode"]
 
 
 def test_rows_are_the_runs_own_figures():
@@ -20,6 +28,7 @@ def test_rows_are_the_runs_own_figures():
 
     table = comparison.table()
     records = table.records()
+    assert json.loads(table.json()) == records
     assert [(r["algorithm"], r["direction"]) for r in records] == [
         *((name, "forward") for name in algorithms),
         *((name, "backward") for name in algorithms),
@@ -30,7 +39,9 @@ def test_rows_are_the_runs_own_figures():
         trace = alone.trace
         if record["direction"] == "backward":
             trace = alone.backward(DOUT, tiling=Tiling(8, 20)).trace
-        assert record["load B"] == trace.bytes("load")
+        for op in ("load", "store", "reduce"):
+            assert record[f"{op} B"] == trace.bytes(op)
+        assert 0 <= record["max |diff|"] < 1e-4
         assert record["requested B"] == trace.bytes()
         assert record["peak SRAM B"] == trace.peak_sram()
         assert record["x compulsory"] == round(trace.bytes() / trace.compulsory(), 2)
@@ -46,54 +57,39 @@ def test_the_difference_is_from_the_first_algorithm():
 
     differences = [record["max |diff|"] for record in comparison.table().records()]
 
+    assert list(comparison.results) == list(comparison.gradients)
+    assert list(flashsim.compare(Q, K, V).results) == ["standard", "flash1", "flash2"]
+    assert flashsim.compare(Q, K, V).gradients == {}
     assert differences[0] == differences[2] == 0
     assert differences[1] == pytest.approx(7, abs=1e-4)
     assert differences[3] == pytest.approx(9, abs=1e-4)
 
 
 def test_a_cache_is_laid_out_for_those_that_know_none():
-    rng = np.random.default_rng(1)
-    q = rng.standard_normal((2, 4, 1, 8), dtype=np.float32)
-    pools = rng.standard_normal((2, 9, 2, 5, 8), dtype=np.float32)
-    table = np.array([[3, 8, 1], [0, 7, 5]])
-    given = {"block_table": table, "cache_seqlens": (12, 12), "splits": 2}
-
-    for algorithms in (["flash2", "flash-decode"], ["flash-decode", "standard"]):
-        compared = flashsim.compare(q, *pools, algorithms=algorithms, **given)
+    for algorithms in (BOTH, ["flash-decode", "standard"]):
+        compared = flashsim.compare(QUERY, *POOLS, algorithms=algorithms, **CACHE)
         assert list(compared.results) == algorithms
         first, second = compared.results.values()
         np.testing.assert_allclose(first.out, second.out, atol=1e-6)
-    with pytest.raises(
-        FlashSimError, match="2 different lengths, which only algorithm 'flash-decode' supports"
-    ):
-        flashsim.compare(q, *pools, algorithms=algorithms, **given | {"cache_seqlens": (12, 11)})
-    wrong = given | {"block_table": np.array([[3, 8, 9], [0, 7, 5]])}
-    with pytest.raises(
-        FlashSimError, match=r"block_table\[0, 2\] must be a page of the pool, .*, got 9"
-    ):
-        flashsim.compare(q, *pools, algorithms=["flash2", "flash-decode"], **wrong)
+
+
+REFUSED = refusals(r"""
+flashsim.compare(Q, K, V, algorithms=[])
+    -> OptionError: algorithms must be a non-empty list of names, got []; choose from standard
+flashsim.compare(Q, K, V, algorithms=()) -> OptionError: algorithms must be a non-empty list
+flashsim.compare(Q, K, V, algorithms="flash2") -> OptionError: non-empty list of names, got 'flash2'
+flashsim.compare(Q, K, V, algorithms=["flash3"]) -> OptionError: unknown algorithm 'flash3'
+flashsim.compare(Q, K, V, algorithm="flash2")
+    -> UnknownArgumentError: takes a list of algorithms, algorithms=[...]
+flashsim.compare(Q, K, V, trace=False) -> OptionError: always records traces
+flashsim.compare(QUERY, *POOLS, algorithms=BOTH, **CACHE | {"cache_seqlens": (12, 11)})
+    -> OptionError: 2 different lengths, which only algorithm 'flash-decode' supports
+flashsim.compare(QUERY, *POOLS, algorithms=BOTH, **CACHE | {"block_table": TABLE + 1})
+    -> OptionError: block_table[0, 1] must be a page of the pool, ... , got 9
+""")
 
 
 @pytest.mark.promise("refuses bad input")
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
-        (
-            {"algorithms": []},
-            ValueError,
-            r"non-empty list of names, got \[\]; choose from standard",
-        ),
-        ({"algorithms": "flash2"}, ValueError, "non-empty list of names, got 'flash2'"),
-        ({"algorithms": ["flash3"]}, ValueError, "unknown algorithm 'flash3'"),
-        (
-            {"algorithm": "flash2"},
-            UnknownArgumentError,
-            r"takes a list of algorithms, algorithms=\[...\]",
-        ),
-        ({"trace": False}, ValueError, "always records traces"),
-    ],
-)
-def test_what_cannot_be_compared(arguments, kind, text):
-    with pytest.raises(FlashSimError, match=text) as caught:
-        flashsim.compare(Q, K, V, **arguments)
-    assert isinstance(caught.value, kind)
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_cannot_be_compared(call, said):
+    refused(call, said, globals())

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from refusals import refusals, refused
 
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.distributed import SCHEMES, Group, count, run, simulate
-from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
+from flashsim.errors import ShapeError
 from flashsim.problem.oracle import attention
 
 pytestmark = pytest.mark.promise("three counts equal", "twice plain attention's error")
@@ -170,7 +171,7 @@ def test_accounts_differ_by_any_integer():
 
 
 def test_tables_of_ranks_and_of_steps():
-    account = count(Problem(64, heads=2, causal=True), ranks=4, scheme="ring", direction="backward")
+    account = ACCOUNT
     table = account.table()
     assert [row[1] for row in table.rows] == ["0:16", "16:32", "32:48", "48:64"]
     assert sum(row[2] for row in table.rows) == account.link_bytes()
@@ -189,63 +190,55 @@ def test_tables_of_ranks_and_of_steps():
         ("", ""),
         ("out", "1"),
     ]
-    striped = count(Problem(64), ranks=4, scheme="striped")
-    assert striped.table().rows[1][1] == "1::4"
-    for asked in (account.group.rows, account.rank_table):
-        with pytest.raises(OptionError, match="rank must be from 0 to 3, got -1"):
-            asked(-1)
-        with pytest.raises(DTypeError, match="rank must be an integer, got '0'"):
-            asked("0")
-    with pytest.raises(OptionError, match="member must be from 0 to 3, got 4"):
-        account.group.member_rows(4)
-    for rates in ((1e12, 0), (0, 1e9)):
-        with pytest.raises(OptionError, match="must be positive, got 0"):
-            account.rows_to_hide(*rates)
-    with pytest.raises(DTypeError, match="bandwidth must be a number, got 'NVLink 4'"):
-        account.rows_to_hide(1e12, "NVLink 4")
-    with pytest.raises(OptionError, match="rank must be from 0 to 3, got 4"):
-        striped.rank_table(4)
-    with pytest.raises(OptionError, match="unknown tensor 'dK'; choose from K, V"):
-        striped.link_bytes("dK")
+    assert STRIPED.table().rows[1][1] == "1::4"
 
 
 # -- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("problem", "how", "error", "text"),
-    [
-        (Problem(30), {"ranks": 4}, ShapeError, "divisible by 8, got 30 rows; .* 24"),
-        (
-            Problem(3, causal=True), {"ranks": 4, "scheme": "ring"}, ShapeError,
-            "got 3 rows; to fix it, pad it at its end to 4$",
-        ),
-        (
-            Problem(9, causal=True), {"ranks": 4, "scheme": "ring"}, ShapeError,
-            "got 9 rows; to fix it, pad it at its end to 12, or cut it to 8$",
-        ),
-        (
-            Problem(9), {"ranks": 4, "scheme": "ring"}, ShapeError,
-            "got 9 rows; to fix it, cut it to 8; pad it .* to 12 only with a causal mask",
-        ),
-        (Problem(3), {"ranks": 4, "scheme": "ring"}, ShapeError, "to fix it, use fewer ranks; pad"),
-        (Problem(32, heads=6), {"ranks": 4, "scheme": "ulysses"}, ShapeError, r"ulysses=2"),
-        (Problem(32, heads=4, kv_heads=2), {"ranks": 4, "scheme": "ulysses"}, ShapeError, "usp"),
-        (Problem(32), {"ranks": 4, "scheme": "usp", "ulysses": 3}, OptionError, "ulysses=3 and"),
-        (Problem(32), {"ranks": 4, "ulysses": 2}, OptionError, "ulysses=2 with scheme 'zigzag'"),
-        (Problem(32), {"ranks": 4, "scheme": "zag"}, OptionError, "did you mean 'zigzag'"),
-        (Problem(32), {"ranks": 0}, ShapeError, "ranks must be at least 1"),
-        (Problem(32), {"ranks": 2, "direction": "sideways"}, OptionError, "choose from"),
-        (Problem(32, 64), {"ranks": 4}, ShapeError, "n_q=32, n_kv=64"),
-        (Problem(32, window=(4, 0)), {"ranks": 4}, UnsupportedError, "got window"),
-        (Problem(32, bias=(1, 1)), {"ranks": 4}, UnsupportedError, "got bias"),
-        ("problem", {"ranks": 4}, DTypeError, "problem must be Problem, got 'problem'"),
-        (Problem(2**40), {"ranks": 2**20}, UnsupportedError, "at most 4,096"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_spread_says_why(problem, how, error, text):
-    with pytest.raises(error, match=text):
-        count(problem, **how)
+USP = {"ranks": 4, "scheme": "usp"}
+ACCOUNT = count(Problem(64, heads=2, causal=True), ranks=4, scheme="ring", direction="backward")
+STRIPED = count(Problem(64), ranks=4, scheme="striped")
+REFUSED = refusals(r"""
+count(Problem(30), ranks=4) -> ShapeError: divisible by 8, got 30 rows; ... 24
+count(Problem(3, causal=True), ranks=4, scheme="ring")
+    -> ShapeError: got 3 rows; to fix it, pad it at its end to 4$
+count(Problem(9, causal=True), ranks=4, scheme="ring")
+    -> ShapeError: got 9 rows; to fix it, pad it at its end to 12, or cut it to 8$
+count(Problem(9), ranks=4, scheme="ring")
+    -> ShapeError: got 9 rows; to fix it, cut it to 8; pad it ... to 12 only with a causal mask
+count(Problem(3), ranks=4, scheme="ring") -> ShapeError: to fix it, use fewer ranks; pad
+count(Problem(32, heads=6), ranks=4, scheme="ulysses") -> ShapeError: ulysses=2
+count(Problem(32, heads=4, kv_heads=2), ranks=4, scheme="ulysses") -> ShapeError: usp
+count(Problem(32), **USP, ulysses=3) -> OptionError: ulysses=3 and
+count(Problem(32), ranks=4, ulysses=2) -> OptionError: ulysses=2 with scheme 'zigzag'
+count(Problem(32), ranks=4, scheme="zag") -> OptionError: did you mean 'zigzag'
+count(Problem(32), ranks=0) -> ShapeError: ranks must be at least 1
+count(Problem(32), ranks=2, direction="sideways") -> OptionError: choose from
+count(Problem(32, 64), ranks=4) -> ShapeError: n_q=32, n_kv=64
+count(Problem(32, window=(4, 0)), ranks=4) -> UnsupportedError: got window
+count(Problem(32, bias=(1, 1)), ranks=4) -> UnsupportedError: got bias
+count("problem", ranks=4) -> DTypeError: problem must be Problem, got 'problem'
+count(Problem(2**40), ranks=2**20) -> UnsupportedError: at most 4,096
+ACCOUNT.group.rows(-1) -> OptionError: rank must be from 0 to 3, got -1
+ACCOUNT.group.rows("0") -> DTypeError: rank must be an integer, got '0'
+ACCOUNT.rank_table(-1) -> OptionError: rank must be from 0 to 3, got -1
+ACCOUNT.rank_table("0") -> DTypeError: rank must be an integer, got '0'
+ACCOUNT.group.member_rows(4) -> OptionError: member must be from 0 to 3, got 4
+ACCOUNT.rows_to_hide(1e12, 0) -> OptionError: must be positive, got 0
+ACCOUNT.rows_to_hide(0, 1e9) -> OptionError: must be positive, got 0
+ACCOUNT.rows_to_hide(1e12, "NVLink 4")
+    -> DTypeError: bandwidth must be a number, got 'NVLink 4'
+STRIPED.rank_table(4) -> OptionError: rank must be from 0 to 3, got 4
+STRIPED.link_bytes("dK") -> OptionError: unknown tensor 'dK'; choose from K, V
+run(*arrays(20)[:3], ranks=4) -> ShapeError: divisible by 8
+run(*arrays()[:3], ranks=2).backward(arrays()[3][:, :, 1:]) -> ShapeError: dout
+""")
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_cannot_be_spread_says_why(call, said):
+    refused(call, said, globals())
 
 
 def test_padding_at_the_end_is_what_the_error_says_it_is():
@@ -277,11 +270,5 @@ def test_the_older_name_warns():
     assert spread.account == run(q, k, v, ranks=2).account
 
 
-def test_run_checks_what_it_is_given():
-    q, k, v, dout = arrays()
-    with pytest.raises(ShapeError, match="divisible by 8"):
-        run(q[:, :, :20], k[:, :, :20], v[:, :, :20], ranks=4)
-    spread = run(q, k, v, ranks=2)
-    with pytest.raises(ShapeError, match="dout"):
-        spread.backward(dout[:, :, 1:])
-    assert "out" in repr(spread)
+def test_a_spread_shows_its_arrays():
+    assert "out" in repr(run(*arrays()[:3], ranks=2))

@@ -4,9 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import tensors
+from refusals import refusals, refused
 
 import flashsim
-from flashsim import DTypeError, OptionError, ShapeError, Tiling, TilingError, UnsupportedError
+from flashsim import OptionError, ShapeError, Tiling
 from flashsim.problem.checks import FP8
 from flashsim.problem.oracle import attention, gradients
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -56,14 +57,6 @@ def test_rotating_both_leaves_products_and_turns_back():
     assert (apart <= 80 * 2.0**-24 * size).all()
     np.testing.assert_allclose(unrotated(rotated(q, signs), signs), q, atol=1e-5)
     assert np.abs(rotated(q, signs)).max() < np.abs(q).max() / 2  # outliers are spread
-
-
-def test_a_width_that_has_no_hadamard_matrix_is_refused():
-    q, k, v = inputs(d=24)
-    with pytest.raises(
-        ShapeError, match=r"power of two, got 24; pad q and k with zeros to head_dim 32"
-    ):
-        flashsim.quantize(q, k, v, rotate="hadamard")
 
 
 # -- quantisation ---------------------------------------------------------------------------------
@@ -182,9 +175,6 @@ def test_numbers_are_scales_of_whole_tensors():
     np.testing.assert_array_equal(got.out, want.out[0, 0])
     two = flashsim.run(x.q, x.k, x.v, scales=(2, 1, 1)).lse
     np.testing.assert_array_equal(two, flashsim.run(x.q, x.k, x.v, scales=(2.0, 1.0, 1.0)).lse)
-    for wrong, text in ((0.0, "positive and finite"), (1e300, "positive"), (True, "got bool")):
-        with pytest.raises(flashsim.FlashSimError, match=text):
-            flashsim.run(x.q, x.k, x.v, scales=(1.0, wrong, 1.0))
 
 
 @pytest.mark.parametrize("algorithm", ["flash2", "standard", "flash-decode"])
@@ -232,85 +222,79 @@ def test_what_is_too_small_for_a_scale_is_zero_and_no_nan():
         assert not x.k.astype(np.float32).any()
 
 
-def test_what_cannot_be_quantised():
-    q, k, v = inputs()
-    with pytest.raises(OptionError, match="v contains NaN or infinity"):
-        flashsim.quantize(q, k, np.full_like(v, np.inf))
-    with pytest.raises(OptionError, match="unknown granularity 'row'"):
-        flashsim.quantize(q, k, v, granularity="row")
-    with pytest.raises(OptionError, match="unknown FP8 dtype 'float16'"):
-        flashsim.quantize(q, k, v, dtype="float16")
-    with pytest.raises(ShapeError, match=r"block= must be a pair \(query rows, key rows\), got 64"):
-        flashsim.quantize(q, k, v, block=64)
-    x = flashsim.quantize(q, k, v)
-    with pytest.raises(DTypeError, match="are float8_e4m3fn already"):
-        flashsim.quantize(x.q, x.k, x.v)
+PLAIN = inputs()
+X = flashsim.quantize(*PLAIN)
+BLOCKS = flashsim.quantize(*PLAIN, granularity="block", block=(32, 48))
+FP8_PROBLEM = {"n_q": 256, "dtype": "float8_e4m3fn"}
+PACKED = {"cu_seqlens_q": (0, 100, 256), "cu_seqlens_k": (0, 100, 256)}
 
 
-def test_scales_that_fit_no_inputs():
-    q, k, v = inputs()
-    x = flashsim.quantize(q, k, v)
-    run = lambda **options: flashsim.run(x.q, x.k, x.v, **options)  # noqa: E731
-    with pytest.raises(OptionError, match="scales= works only with FP8 inputs"):
-        flashsim.run(q, k, v, scales=x.scales)
-    with pytest.raises(
-        OptionError, match="'unscaled' is for FP8 inputs only, but q, k and v are float32"
-    ):
-        flashsim.run(q, k, v, scales="unscaled")
-    with pytest.raises(DTypeError, match="scales= must be 'unscaled' or three arrays"):
-        run(scales=x.q_scale)
-    with pytest.raises(DTypeError, match="for q, k and v, got 'none'"):
-        run(scales="none")
-    with pytest.raises(ShapeError, match=r"must all have shape \(\)"):
-        run(scales=(x.q_scale, x.k_scale, x.v_scale[0]))
-    with pytest.raises(ShapeError, match=r"scale of q must have shape \(2, 4\), got \(2, 2\)"):
-        run(scales=(x.k_scale, x.k_scale, x.v_scale))
-    with pytest.raises(DTypeError, match="scale of k must be a float32 array, got float64"):
-        run(scales=(x.q_scale, x.k_scale.astype(float), x.v_scale))
-    with pytest.raises(OptionError, match="scale of v must be positive and finite"):
-        run(scales=(x.q_scale, x.k_scale, -x.v_scale))
-    with pytest.raises(OptionError, match="these scales are one per head"):
-        run(scales=x.scales, scale_block=(64, 64))
-    with pytest.raises(OptionError, match="so it needs scales"):
-        run(scale_block=(64, 64))
-    blocks = flashsim.quantize(q, k, v, granularity="block", block=(32, 48))
-    with pytest.raises(OptionError, match="need the size of a block; pass scale_block="):
-        flashsim.run(blocks.q, blocks.k, blocks.v, scales=blocks.scales)
-    with pytest.raises(
-        TilingError, match=r"tiles would split the scale blocks of \(32, 48\) query and key rows"
-    ):
-        flashsim.run(blocks.q, blocks.k, blocks.v, **blocks.options, tiling=Tiling(32, 64))
-    chosen = flashsim.run(blocks.q, blocks.k, blocks.v, **blocks.options).tiling
+def run(**options):
+    return flashsim.run(X.q, X.k, X.v, **options)
+
+
+def run_blocks(**options):
+    return flashsim.run(BLOCKS.q, BLOCKS.k, BLOCKS.v, scales=BLOCKS.scales, **options)
+
+
+REFUSED = refusals(r"""
+quantize(*inputs(d=24), rotate="hadamard")
+    -> ShapeError: power of two, got 24; pad q and k with zeros to head_dim 32
+quantize(*PLAIN[:2], np.full((2, 2, 160, 32), np.inf, np.float32))
+    -> OptionError: v contains NaN or infinity
+quantize(*PLAIN, granularity="row") -> OptionError: unknown granularity 'row'
+quantize(*PLAIN, dtype="float16") -> OptionError: unknown FP8 dtype 'float16'
+quantize(*PLAIN, block=64)
+    -> ShapeError: block= must be a pair (query rows, key rows), got 64
+quantize(X.q, X.k, X.v) -> DTypeError: are float8_e4m3fn already
+flashsim.run(*PLAIN, scales=X.scales) -> OptionError: scales= works only with FP8 inputs
+flashsim.run(*PLAIN, scales="unscaled")
+    -> OptionError: 'unscaled' is for FP8 inputs only, but q, k and v are float32
+run(scales=X.q_scale) -> DTypeError: scales= must be 'unscaled' or three arrays
+run(scales="none") -> DTypeError: for q, k and v, got 'none'
+run(scales=(X.q_scale, X.k_scale, X.v_scale[0])) -> ShapeError: must all have shape ()
+run(scales=(X.k_scale, X.k_scale, X.v_scale))
+    -> ShapeError: scale of q must have shape (2, 4), got (2, 2)
+run(scales=(X.q_scale, X.k_scale.astype(float), X.v_scale))
+    -> DTypeError: scale of k must be a float32 array, got float64
+run(scales=(X.q_scale, X.k_scale, -X.v_scale))
+    -> OptionError: scale of v must be positive and finite
+run(scales=(1.0, 0.0, 1.0)) -> OptionError: positive and finite
+run(scales=(1.0, 1e300, 1.0)) -> OptionError: positive and finite
+run(scales=(1.0, True, 1.0)) -> DTypeError: got bool
+run(scales=X.scales, scale_block=(64, 64)) -> OptionError: these scales are one per head
+run(scale_block=(64, 64)) -> OptionError: so it needs scales
+run_blocks() -> OptionError: need the size of a block; pass scale_block=
+run_blocks(scale_block=(32, 48), tiling=Tiling(32, 64))
+    -> TilingError: tiles would split the scale blocks of (32, 48) query and key rows
+run(backend="numba") -> UnsupportedError: backend 'numba' does not support float8_e4m3fn
+run(scales=X.scales, algorithm="flash-decode")
+    -> UnsupportedError: does not support scales of FP8 inputs
+Problem(**FP8_PROBLEM, scales=3) -> OptionError: scale
+Problem(**FP8_PROBLEM, scales="row") -> OptionError: scale
+Problem(**FP8_PROBLEM, scales=(8, 0)) -> ShapeError: scale
+Problem(**FP8_PROBLEM, scales=(8, 8), **PACKED) -> UnsupportedError: use scales='head'
+count(Problem(**FP8_PROBLEM, scales="head"), level="dram") -> UnsupportedError:
+flashsim.predict.predict(Problem(**FP8_PROBLEM, head_dim=32)) -> UnsupportedError:
+flashsim.ladder.climb(64, 64, 16, dtype="float8_e4m3fn") -> UnsupportedError:
+flashsim.distributed.Group(Problem(**FP8_PROBLEM), 4) -> UnsupportedError:
+simulate(print, X.q, X.k, X.v) -> UnsupportedError:
+""")
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_cannot_be_quantised_or_scaled(call, said):
+    refused(call, said, globals())
+
+
+def test_a_tiling_is_chosen_that_keeps_the_blocks_of_scales():
+    chosen = run_blocks(scale_block=(32, 48)).tiling
     assert chosen.keeps_scales(Problem(96, 160, dtype="float8_e4m3fn", scales=(32, 48)))
 
 
-def test_who_takes_no_fp8():
-    q, k, v = inputs()
-    x = flashsim.quantize(q, k, v)
-    with pytest.raises(UnsupportedError, match="backend 'numba' does not support float8_e4m3fn"):
-        flashsim.run(x.q, x.k, x.v, backend="numba")
-    with pytest.raises(UnsupportedError, match="does not support scales of FP8 inputs"):
-        flashsim.run(x.q, x.k, x.v, **x.options, algorithm="flash-decode")
+def test_bytes_of_fp8_without_scales_are_counted():
     problem = Problem(256, head_dim=32, dtype="float8_e4m3fn")
-    for scales, error in ((3, OptionError), ("row", OptionError), ((8, 0), ShapeError)):
-        with pytest.raises(error, match="scale"):
-            Problem(256, dtype="float8_e4m3fn", scales=scales)
-    with pytest.raises(UnsupportedError, match="use scales='head'"):
-        Problem(
-            256, dtype="float8_e4m3fn", scales=(8, 8),
-            cu_seqlens_q=(0, 100, 256), cu_seqlens_k=(0, 100, 256),
-        )  # fmt: skip
     assert flashsim.count(problem, level="dram").bytes("read", "Q") == 256 * 32
-    scaled = Problem(256, dtype="float8_e4m3fn", scales="head")
-    for asked in (
-        lambda: flashsim.count(scaled, level="dram"),
-        lambda: flashsim.predict.predict(problem),
-        lambda: flashsim.ladder.climb(64, 64, 16, dtype="float8_e4m3fn"),
-        lambda: flashsim.distributed.Group(problem, 4),
-        lambda: flashsim.simulate(print, x.q, x.k, x.v),
-    ):
-        with pytest.raises(UnsupportedError):
-            asked()
 
 
 def test_on_a_gpu_axes_are_those_given(monkeypatch):

@@ -238,7 +238,7 @@ def test_saved_and_read_again(ran, tmp_path):
         ({"workspace": 1.5}, "in own, 'workspace' must be an integer, got 1.5"),
         ({"stage": {"outer": "columns"}}, "a stage of your own algorithm must have"),
         ({"stage": {"name": "n" * 61}}, "a stage of your own algorithm must have"),
-        ({"stage": {"repeat": 2}}, "repeat and stride"),
+        ({"stage": {"repeat": 2}}, "'repeat' must be 1, got 2"),
         ({"costs": (3, 8)}, "a stage's table of costs must have shape"),
         ({"costs": -1}, "costs: the values must be from"),
         ({"stages": 65}, "stages"),

@@ -75,10 +75,3 @@ def test_where_nothing_can_be_kept_nothing_is_compiled(folder, tmp_path, monkeyp
     monkeypatch.setattr(threads, "folder", lambda: found)
     with pytest.raises(flashsim.BackendUnavailable, match=r"cannot be cached: .*NUMBA_CACHE_DIR"):
         flashsim.warm()
-
-
-@pytest.mark.promise("refuses bad input")
-@pytest.mark.parametrize(("name", "wrong"), [("direction", "sideways"), ("algorithm", "flash1")])
-def test_unknown_words_are_refused(name, wrong):
-    with pytest.raises(flashsim.OptionError, match=f"unknown {name} '{wrong}'"):
-        flashsim.warm(**{name: wrong})

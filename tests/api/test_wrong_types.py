@@ -13,9 +13,10 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from refusals import refusals, refused
 
 import flashsim
-from flashsim import DTypeError, FlashSimError, OptionError, Problem, ShapeError, Tiling
+from flashsim import DTypeError, FlashSimError, Problem, Tiling
 from flashsim.errors import own_errors
 
 pytestmark = pytest.mark.promise("refuses bad input")
@@ -26,7 +27,7 @@ SMALL = Problem(64, head_dim=16, heads=2)
 LARGE = Problem(4096, head_dim=128, heads=16, dtype="bfloat16", causal=True)
 TILE = Tiling(16, 16)
 q, k, v = np.random.default_rng(0).standard_normal((3, 32, 16), dtype=np.float32)
-SPREAD = Problem(256, head_dim=16)
+SPREAD, HEAD = Problem(256, head_dim=16), Problem(32, head_dim=16)
 # Made when a test needs them, and not in each process that collects this file.
 TRACE = cache(lambda: flashsim.run(q, k, v, tiling=TILE, trace=True).trace)
 COUNTED = cache(lambda: flashsim.count(SMALL, tiling=TILE))
@@ -72,7 +73,7 @@ CALLS = {
     "merge": {"out_a": q, "lse_a": np.zeros(32, "f4"), "out_b": q, "lse_b": np.zeros(32, "f4")},
     "oracle.attention": {
         **{"q": q[None, None], "k": k[None, None], "v": v[None, None]},
-        "problem": Problem(32, head_dim=16),
+        "problem": HEAD,
     },
     "oracle.keep_matrix": {"problem": SMALL},
     "verify.draw": {"count": 1, "kernels": ["portable"]},
@@ -185,28 +186,43 @@ def test_no_picture_ends_in_an_error_of_pythons(name, tmp_path, monkeypatch):
     plt.close("all")
 
 
-def test_what_was_wrong_what_was_given_what_would_do():
-    with pytest.raises(
-        DTypeError, match=r"^when\(\): problem must be Problem, got None \(NoneType\)"
-    ):
-        flashsim.predict.when(None)
-    with pytest.raises(
-        DTypeError, match=r"^sizes\(\): sides must be Sequence\[int\], got -1 \(int"
-    ):
-        flashsim.blocks.sizes(LARGE, sides=-1)
-    with pytest.raises(
-        DTypeError, match=r"^softmax\(\): logits must be Sequence\[float\], got None"
-    ):
-        flashsim.walkthrough.softmax(logits=None)
-    with pytest.raises(DTypeError, match=r"must be the result of flashsim\.blocks.sizes, got None"):
-        flashsim.viz.block_sizes(None)
+REFUSED = refusals(r"""
+flashsim.predict.when(None)
+    -> DTypeError: when(): problem must be Problem, got None (NoneType)
+flashsim.blocks.sizes(LARGE, sides=-1)
+    -> DTypeError: sizes(): sides must be Sequence[int], got -1 (int
+flashsim.walkthrough.softmax(logits=None)
+    -> DTypeError: softmax(): logits must be Sequence[float], got None
+flashsim.precision.draw("normal", 8, heads=-1) -> ShapeError: heads must be at least 1, got -1
+flashsim.precision.draw("normal", 2**62)
+    -> OptionError: GB of memory, but this machine has ... GB; use a smaller n
+flashsim.verify.draw(2**62, kernels=["portable"]) -> OptionError: count= must be at most 10,000
+CURVE().reads(float("nan")) -> OptionError: size of L2 must be at least 0 B, got nan
+ACCOUNT().link_bytes(rank=-1) -> OptionError: rank must be from 0 to 3, got -1
+flashsim.oracle.attention(q[None, None], k[None, None, :-1], v[None, None], HEAD)
+    -> ShapeError: k must have shape (1, 1, 32, 16), as the problem requires
+TRACE().to_perfetto("nosuch/trace.json")
+    -> OptionError: cannot write ... : No such file ... the folder must exist
+""")
+#: The same, where Matplotlib is installed.
+DRAWN = refusals(r"""
+flashsim.viz.block_sizes(None)
+    -> DTypeError: must be the result of flashsim.blocks.sizes, got None
+flashsim.viz.gpu_timeline(SPANS, sms=[0]) -> DTypeError: sms must be tuple[ ... got
+flashsim.viz.gpu_timeline(SPANS, times=(1,)) -> DTypeError: times must be tuple[ ... got
+flashsim.viz.gpu_timeline(SPANS, sms="no") -> DTypeError: sms must be tuple[ ... got
+""")
 
 
-@pytest.mark.parametrize("wrong", [{"sms": [0]}, {"times": (1,)}, {"sms": "no"}])
-def test_a_range_that_is_no_pair_is_named(wrong):
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_was_wrong_what_was_given_what_would_do(call, said):
+    refused(call, said, globals())
+
+
+@pytest.mark.parametrize(("call", "said"), DRAWN)
+def test_a_picture_names_what_was_wrong(call, said):
     pytest.importorskip("matplotlib")
-    with pytest.raises(DTypeError, match=rf"{next(iter(wrong))} must be tuple\[.*got"):
-        flashsim.viz.gpu_timeline(flashsim.load_sample_trace(), **wrong)
+    refused(call, said, {"SPANS": flashsim.load_sample_trace()})
 
 
 def test_the_error_of_pythons_is_kept_as_the_cause():
@@ -230,27 +246,3 @@ def test_what_fits_an_annotation_is_not_blamed():
         broken(1, 1, (1,), [])
     with pytest.raises(DTypeError, match=r"d must be list\[str\], got 'text'"):
         broken(1, 1, None, "text")
-
-
-def test_values_of_the_right_type_that_cannot_be_are_errors_too():
-    huge = 2**62
-    with pytest.raises(ShapeError, match="heads must be at least 1, got -1"):
-        flashsim.precision.draw("normal", 8, heads=-1)
-    with pytest.raises(
-        OptionError, match=r"GB of memory, but this machine has .* GB; use a smaller n"
-    ):
-        flashsim.precision.draw("normal", huge)
-    with pytest.raises(OptionError, match="count= must be at most 10,000"):
-        flashsim.verify.draw(huge, kernels=["portable"])
-    with pytest.raises(OptionError, match="size of L2 must be at least 0 B, got nan"):
-        CURVE().reads(float("nan"))
-    with pytest.raises(OptionError, match="rank must be from 0 to 3, got -1"):
-        ACCOUNT().link_bytes(rank=-1)
-    with pytest.raises(
-        ShapeError, match=r"k must have shape \(1, 1, 32, 16\), as the problem requires"
-    ):
-        flashsim.oracle.attention(
-            q[None, None], k[None, None, :-1], v[None, None], Problem(32, head_dim=16)
-        )
-    with pytest.raises(OptionError, match=r"cannot write .*: No such file.*the folder must exist"):
-        TRACE().to_perfetto("nosuch/trace.json")

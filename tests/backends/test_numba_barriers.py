@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("numba_cuda")
 
-from flashsim.backends.numba_gpu.hopper import backward, kv_outer
+from flashsim.backends.numba_gpu.hopper import backward, key_gradients, kv_outer
 from flashsim.backends.numba_gpu.hopper.smem_layout import (
     BASE,
     COUNT,
@@ -362,7 +362,7 @@ def parts(block, half):
 
     return {
         "copy_tile": copy_tile,
-        "product_wait": lambda pending, n: lambda value: block.done(pending) or value,
+        "product_wait": lambda pending: lambda value: block.done(pending) or value,
         "round_operand": lambda *_: lambda s: s,
         "store_output": store_output,
     }, {
@@ -424,7 +424,7 @@ def played(block):
         block.lots.step()
 
     gradients = SimpleNamespace(
-        start_columns=lambda n: lambda values: values,
+        start_columns=lambda values: values,
         queue_dv=queue_dv,
         score_gradients=lambda *_: lambda p, dp: p,
         ds_place=lambda wide: lambda ds, group: ds,
@@ -480,7 +480,7 @@ def replace_all(monkeypatch, module, block, items, walk, scored, played):
         **{"item_functions": lambda *_, **__: items},
         **{**functions(scored), **played(block)},
     }.items():
-        for where in (module, kv_outer):
+        for where in (module, key_gradients, kv_outer):
             if hasattr(where, name):
                 monkeypatch.setattr(where, name, value)
 

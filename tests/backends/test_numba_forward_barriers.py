@@ -123,24 +123,23 @@ def played(block):
         copy_tile=lambda *_, **__: copy,
         queue_scores=lambda *_: queue_scores,
         queue_output=lambda *_: queue_output,
-        product_wait=lambda pending, n: lambda value: block.done(pending) or value,
+        product_wait=lambda pending: lambda value: block.done(pending) or value,
         round_operand=lambda *_: lambda s: s,
         store_output=lambda *_: store,
     )
     softmax = SimpleNamespace(
         scale_scores=lambda *_: None,
         mask_rows=lambda *_: None,
-        row_max=lambda *_: lambda m, s: s,
-        row_max_of_bits=lambda n: lambda m, s: (s, False),
-        softmax_base=lambda blocks: lambda m, to_log2: m,
-        exponentials=lambda *_: lambda s, base, l, alpha, to_log2: (s, (*l, s)),
-        row_by_row=lambda n: lambda m, top, s, l, to_log2: (s, (*l, s), (1.0, 1.0)),
-        scale_rows=lambda *_: lambda o, alpha: o,
-        finish_rows=lambda blocks: lambda m, l, to_natural: (l, l),
-        finish_rows_with_sink=lambda blocks: None,
+        row_max=lambda m, s: s,
+        row_max_of_bits=lambda m, s: (s, False),
+        softmax_base=lambda m, to_log2: m,
+        exponentials=lambda s, base, l, alpha, to_log2: (s, (*l, s)),
+        row_by_row=lambda m, top, s, l, to_log2: (s, (*l, s), (1.0, 1.0)),
+        scale_rows=lambda o, alpha: o,
+        finish_rows=lambda m, l, to_natural: (l, l),
     )
     tiles = SimpleNamespace(zeros=lambda n: tuple, full=lambda n, value: lambda: value)
-    output = SimpleNamespace(store_rows=lambda blocks: lambda *_: 0)
+    output = SimpleNamespace(store_rows=lambda *_: 0)
     return {"hopper": hopper, "softmax": softmax, "mma_tiles": tiles, "output": output}
 
 

@@ -681,14 +681,18 @@ def test_output_is_waited_for_between_the_maxima_and_the_exponentials(name):
 def test_ptxas_says_where_an_output_is_not_waited_for(monkeypatch):
     """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""
     from flashsim.backends.numba_gpu import compiler
-    from flashsim.backends.numba_gpu.hopper import wgmma_tiles
+    from flashsim.backends.numba_gpu.emit import FRAGMENT, Like, emitted
+    from flashsim.backends.numba_gpu.hopper import ptx, wgmma_tiles
 
-    sound = wgmma_tiles.product_wait
     kernel = hopper_kernel(HOPPER_PROBLEMS["64 causal"])
     dv = dict(kernel.constants)["FS_DV"]
 
-    def faulty(pending, n):
-        return sound(2 if n == dv else pending, n)
+    def faulty(pending):
+        @emitted(Like(0), FRAGMENT)
+        def wait(b, c):
+            return ptx.wgmma_wait(b, c, pending=2 if len(c) == dv // 2 else pending)
+
+        return wait
 
     monkeypatch.setattr(wgmma_tiles, "product_wait", faulty)
     log, _ = ptxas(compiler.ptx(kernel, (9, 0)))

@@ -198,7 +198,7 @@ def played(block):
         scores_place=lambda tile, group: tile,
         column_probabilities=lambda *_: lambda s, lse, *_: (same(s, lse), s),
         column_gradients=lambda *_: lambda p, dp, delta: same(p, dp, delta),
-        add_to_columns=lambda *_: same,
+        add_to_columns=same,
         queue_columns=queue_columns,
         add_columns=add_columns,
         store_columns=store_columns,

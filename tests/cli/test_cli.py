@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import found, invoke, ok
+from commands import found, invoke, ok, refused
 from typer.core import TyperCommand
 
 import flashsim
@@ -184,16 +184,14 @@ def test_a_sweep_is_causal_by_the_same_flag():
     assert (
         records(*words, "--causal") == flashsim.sweep([64], tiling=Tiling(16, 16), causal=True).rows
     )
-    both = invoke(*words, "--causal", "--mask", "full,causal")
-    assert (both.exit_code, "pass only one of them" in both.stderr) == (2, True)
+    assert "pass only one of them" in refused(*words, "--causal", "--mask", "full,causal")
 
 
 @pytest.mark.parametrize("command", ["study dram", "study ring", "study when", "plot traffic"])
 def test_a_pass_that_there_is_none_of_is_refused(command):
     more = ("-o", "x.png") if command.startswith("plot") else ()
-    refused = invoke(command, "--direction", "sideways", *more)
-    assert refused.exit_code == 2
-    assert "unknown --direction 'sideways'; choose from forward, backward" in refused.stderr
+    said = refused(command, "--direction", "sideways", *more)
+    assert "unknown --direction 'sideways'; choose from forward, backward" in said
 
 
 def test_run_executes_what_it_is_told(tmp_path):
@@ -307,12 +305,8 @@ def test_compare_counts_what_no_machine_could_run():
     text = ok("compare", "-n", 1 << 20, "--heads", 32, "-a", "flash1,flash2")
     assert "counted by formula; --execute simulates" in text
     assert "tiles of 64 x 64 in every row" in text
-    done = invoke("compare", "-n", 64, "--seed", 1)
-    assert done.exit_code == 2
-    assert (
-        "--seed has no effect with counting by formula, which needs no tensors (--execute does)"
-        in done.stderr
-    )
+    idle = "--seed has no effect with counting by formula, which needs no tensors (--execute does)"
+    assert idle in refused("compare", "-n", 64, "--seed", 1)
 
 
 @pytest.mark.parametrize("execute", [(), ("--execute",)])
@@ -362,15 +356,11 @@ def test_sweep_takes_lists_and_writes_a_file(tmp_path):
     assert path.read_text() == result.csv()
 
 
-def test_both_directions_of_a_sweep():
+def test_sweep_takes_both_directions_and_simulates_in_processes():
     both = records("sweep", "-n", "64", "--direction", "both")
     assert both == records("sweep", "-n", "64", "--direction", "forward,backward")
     assert len(both) == 2
-
-
-def test_sweep_simulates_in_processes():
     rows = records("sweep", "-n", "64,96", "--method", "run", "--workers", "1")
-
     assert rows == flashsim.sweep([64, 96], method="run").rows
 
 
@@ -384,9 +374,8 @@ def test_a_sweep_starts_no_more_workers_than_it_has_points(monkeypatch):
     monkeypatch.setattr(attention, "ProcessPoolExecutor", pool)
     ok("sweep", "-n", "64,96", "--workers", 200)
     assert started == [2]
-    refused = invoke("sweep", "-n", "64", "--workers", 10**30)
-    assert (refused.exit_code, started) == (2, [2])
-    assert "256" in refused.output
+    assert "256" in refused("sweep", "-n", "64", "--workers", 10**30)
+    assert started == [2]
 
 
 def test_sweep_prints_what_varies():
@@ -459,11 +448,8 @@ def test_a_file_that_does_not_serve_is_refused(kind, tmp_path):
     else:
         np.savez(file, q=np.array([{}], dtype=object))
 
-    result = invoke("run", "--input", file)
-
-    assert result.exit_code == 2
     expected = "add k, v" if kind == "missing" else "is not an .npz file of plain arrays"
-    assert expected in result.stderr
+    assert expected in refused("run", "--input", file)
 
 
 # -- demo -----------------------------------------------------------------------------------------
@@ -535,10 +521,6 @@ def test_a_spinner_on_a_terminal_only(monkeypatch, capfd):
     assert "thinking" in terminal.getvalue()
 
 
-def test_version():
-    assert ok("--version") == f"flashsim {flashsim.__version__}\n"
-
-
 @pytest.mark.parametrize("option", ["--version", "--help"])
 def test_a_version_and_a_list_of_commands_need_no_numpy(option):
     code = (
@@ -548,15 +530,6 @@ def test_a_version_and_a_list_of_commands_need_no_numpy(option):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_python_runs_the_same_command():
-    command = [sys.executable, "-m", "flashsim"]
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == ok("--version")
-    bad = subprocess.run([*command, "trafic"], capture_output=True, text=True, check=False)
-    assert bad.returncode == 2
-    assert "no command 'trafic'" in bad.stderr
 
 
 def test_the_installed_command_runs_and_fails_cleanly():
@@ -596,6 +569,4 @@ def test_fp8_is_scaled_run_and_counted():
         (("--rotate",), "so it needs --scales"),
         (("--scales", "head", "--dtype", "float16"), "unknown FP8 dtype 'float16'"),
     ):
-        result = invoke("run", "-n", 64, *words)
-        assert result.exit_code == 2
-        assert text in " ".join(result.stderr.split())
+        assert text in " ".join(refused("run", "-n", 64, *words).split())

@@ -1,14 +1,15 @@
 """Decoding on the command line: splits, pages, shared prefixes, latent attention, the models."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from commands import invoke, rows
+from commands import invoke, refused, rows
 
-import flashsim
-from flashsim import Problem, l2
+from flashsim import Problem, Tiling, count
 from flashsim.problem.hardware import PRESETS
 from flashsim.schedule.split_kv import fill
-from flashsim.studies import predict
+from flashsim.studies.predict import predict
 
 pytestmark = pytest.mark.promise("command line equals library")
 
@@ -29,6 +30,23 @@ def test_run_moves_what_count_counts(more):
     for key in tensors:
         assert ran[key] == counted[key] > 0, key
     assert "16 of the keys shared" in " ".join(invoke("count", *SIZES, *prefix).stdout.split())
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_flash2_packs_query_heads_on_request(packs):
+    how = (*SIZES[2:], "-n", 24, "-t", "16x16", "--pack-gqa" if packs else "--no-pack-gqa")
+    problem = Problem(24, 64, 64, batch=2, heads=4, kv_heads=2)
+    expected = count(problem, tiling=Tiling(16, 16), pack_gqa=packs)
+    for command in ("run", "count"):
+        found = {
+            (r["quantity"], r["of"]): r["value"]
+            for r in rows(command, *how, "--backward")
+            if r["direction"] == "forward"
+        }
+        assert all(found["load", name] == expected.bytes("load", name) for name in "QKV")
+    took = rows("predict", *how[:-3], "-d", 64, "--dtype", "bfloat16", how[-1])
+    expected = predict(dataclasses.replace(problem, dtype="bfloat16"), pack_gqa=packs)
+    assert took == expected.table().records()
 
 
 def test_a_real_models_keys_lie_in_pages_too(tmp_path):
@@ -77,16 +95,7 @@ def test_devices_say_how_many_blocks_fill_them():
 
 def test_the_models_know_it():
     how = (*SIZES, "--dtype", "bfloat16", "-d", 64, "--device", "H200")
-    narrow = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="bfloat16", page_size=8)
-    counted = flashsim.count(narrow, algorithm="flash-decode", device="H200", splits=2)
-    found = rows("study dram", *how, "--splits", 2, "--page-size", 8)
-    model = l2.L2Model()
-    assert found == l2.dram(counted, model).table().records()
     points = rows("roofline", "-a", "flash2,flash-decode", *how[2:], "--splits", 1)
     assert {p["algorithm"] for p in points} == {"flash2", "flash-decode"}
-    took = rows("predict", *how, "--splits", 2, "--page-size", 8)
-    expected = predict.predict(narrow, algorithm="flash-decode", splits=2)
-    assert took == expected.table().records()
-    refused = invoke("study dram", "-n", 64, "--splits", 2)
-    assert refused.exit_code == 2
-    assert "'flash2' does not take splits" in " ".join(refused.output.split())
+    said = refused("study dram", "-n", 64, "--splits", 2)
+    assert "'flash2' does not take splits" in " ".join(said.split())

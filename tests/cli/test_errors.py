@@ -103,7 +103,9 @@ REFUSED = [
     ("plot io-curve --over '' -o x.png", "unknown --over ''; choose from n_q"),
     ("plot tile-map -n 64 -d 8 --color '' -o x.png", "unknown color ''"),
     ("plot gpu-timeline -T h200-forward --sms '' -o x.png", "--sms must be FIRST:LAST"),
-    ("plot gpu-timeline -T h200-forward --times '' -o x.png", "--times must be FIRST:LAST"),
+    ("plot gpu-timeline -T h200-forward --sms 0-1 -o x.png", "--sms must be FIRST:LAST"),
+    ("plot gpu-timeline -T h200-forward --times '' -o x.png", "--times must be FIRST:LAST in µs"),
+    ("plot mask -a flash1 -o x.png", "plot mask cannot use --algorithm"),
     (
         "plot io-curve -T x.npz -o x.png",
         "the plot io-curve cannot use --trace; leave out --trace, or plot traffic",

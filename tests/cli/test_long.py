@@ -133,18 +133,9 @@ def test_a_rung_refuses_before_it_builds_what_judges_it():
     [
         (("run", "--out", "{}"), "is a folder"),
         (("run", "--save", "{}/file/x.npz"), "cannot write"),
-        (
-            ("page", "-o", "{}/x.txt"),
-            "with this ending; choose from .html",
-        ),
-        (
-            ("animate", "-o", "{}/x.png"),
-            "with this ending; choose from .gif, .mp4, .html",
-        ),
-        (
-            ("plot", "traffic", "-o", "{}/x.xyz"),
-            "with this ending; choose from ",
-        ),
+        (("page", "-o", "{}/x.txt"), "with this ending; choose from .html"),
+        (("animate", "-o", "{}/x.png"), "with this ending; choose from .gif, .mp4, .html"),
+        (("plot", "traffic", "-o", "{}/x.xyz"), "with this ending; choose from "),
     ],
 )
 def test_a_file_that_cannot_be_written_is_found_before_the_work(words, message, tmp_path, began):

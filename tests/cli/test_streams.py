@@ -71,6 +71,9 @@ def test_the_package_is_the_command(main, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["flashsim", "--version"])
     runpy.run_module("flashsim", run_name="__main__")
     assert capsys.readouterr().out == f"flashsim {flashsim.__version__}\n"
+    bad = subprocess.run([*COMMAND, "trafic"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert "no command 'trafic'" in bad.stderr
 
 
 def test_the_entry_point_is_interrupted(main, monkeypatch, capsys):
@@ -216,11 +219,7 @@ def test_the_version_takes_no_time():
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("run", "-n", "64", "--backend", "numba"),
-        ("study", "dram", "-n", "64"),
-        ("study", "warm"),
-    ],
+    [("run", "-n", "64", "--backend", "numba"), ("study", "dram", "-n", "64"), ("study", "warm")],
 )
 def test_numba_without_its_compiler_is_said(arguments, monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)

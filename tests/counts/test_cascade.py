@@ -5,12 +5,12 @@ import pytest
 from helpers import tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refusals, refused
 from test_flash_decode import DECODE, paged
-from test_traffic import ANSWERS, tilings
+from test_traffic import agree, tilings
 
 import flashsim
-from flashsim import OptionError, Problem, ShapeError, Tiling, Trace, UnsupportedError
-from flashsim.counts.work import KINDS
+from flashsim import Problem, Tiling, Trace
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import Split
 
@@ -54,11 +54,7 @@ def test_it_is_attention_over_all_keys_and_counted(
     np.testing.assert_allclose(once.out, apart.out, atol=2e-6)
     np.testing.assert_allclose(once.lse, apart.lse, atol=2e-6)
     closed = flashsim.count(once.problem, **how)
-    assert dict(once.trace.transfers) == closed.transfers
-    for answer in ANSWERS:
-        assert getattr(once.trace, answer)() == getattr(closed, answer)(), answer
-    for kind in KINDS:
-        assert once.trace.flops(kind) == closed.flops(kind), kind
+    agree(once.trace, closed)
     # The whole batch's prefix is a compulsory read once; so is everything else.
     again = (len(own) - 1) * prefix * 2 * (8 + 8) * 4
     assert apart.problem.shared_prefix == 0
@@ -127,46 +123,48 @@ def test_a_trace_keeps_its_prefix(tmp_path):
     assert again.diff(again.predicted()) == {}
 
 
-def test_what_cannot_be_shared_says_why():
-    x = shared([20, 30, 24], 16)
-    run = lambda k=x.k, n=None, **o: flashsim.run(  # noqa: E731
-        x.q, k, x.v, algorithm=DECODE, cache_seqlens=n or [20, 30, 24], **o
-    )
-    other = x.k.copy()
-    other[2, 1, 15, 3] += 1
-    for said, change in (
-        (
-            r"same in all batch entries, but those of k\[2\] differ from those of k\[0\]",
-            {"k": other, "shared_prefix": 16},
-        ),
-        (r"shared_prefix= must be .*, got 22, but entry 0 has only 20 keys", {"shared_prefix": 22}),
-        ("shared_prefix must be at least 1", {"shared_prefix": -1}),
-        ("cannot be combined with window", {"shared_prefix": 16, "window": (9, -1)}),
-        ("cannot be combined with mask", {"shared_prefix": 16, "mask": lambda q, k: q >= k}),
-    ):
-        with pytest.raises((OptionError, ShapeError, UnsupportedError), match=said):
-            run(**change)
+X, POOL = shared([20, 30, 24], 16), np.zeros((7, 2, 10, 8), np.float32)
+OTHER = X.k.copy()
+OTHER[2, 1, 15, 3] += 1
+BIAS = np.zeros((1, 1, 1, 30), np.float32)
+PACKED = {"cu_seqlens_q": (0, 3), "cu_seqlens_k": (16, 17), "shared_prefix": 16}
+
+
+def run(k=X.k, **options):
+    options = {"algorithm": DECODE, "cache_seqlens": [20, 30, 24], **options}
+    return flashsim.run(X.q, k, X.v, **options)
+
+
+def paged_run(prefix):
     table = [[0, 1, 2], [0, 3, 4], [0, 5, 6]]
-    pool = np.zeros((7, 2, 10, 8), np.float32)
-    with pytest.raises(
-        OptionError, match=r"block_table\[1, 1\] must be page 1, .* first 20 keys, got page 3"
-    ):
-        flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=20)
-    with pytest.raises(ShapeError, match="multiple of page_size=10, got 15; use 10"):
-        flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=15)
-    bias = np.zeros((1, 1, 1, 30), np.float32)
-    with pytest.raises(UnsupportedError, match="shared_prefix cannot be combined with bias="):
-        flashsim.run(x.q, x.k, x.v, bias=bias, algorithm=DECODE, shared_prefix=16)
-    packed = {"cu_seqlens_q": (0, 3), "cu_seqlens_k": (16, 17), "shared_prefix": 16}
-    with pytest.raises(
-        ShapeError, match=r"sequence 0 has 3 queries, but only . keys after the shared prefix"
-    ):
-        Problem(3, 17, causal=True, **packed)
-    with pytest.raises(ShapeError, match="pass cu_seqlens_q="):
-        Problem(1, 17, shared_prefix=16)
-    with pytest.raises(UnsupportedError, match="does not support rows of several"):
-        flashsim.count(Problem(3, 17, **packed), algorithm=DECODE, level="dram")
-    with pytest.raises(UnsupportedError, match="'flash2' cannot merge partial results"):
-        flashsim.count(Problem(3, 17, **packed))
-    with pytest.raises(OptionError, match="'flash2' does not take shared_prefix"):
-        flashsim.count(Problem(1, 17), shared_prefix=4)
+    how = {"algorithm": DECODE, "block_table": table, "shared_prefix": prefix}
+    return flashsim.run(X.q, POOL, POOL, **how)
+
+
+REFUSED = refusals(r"""
+run(OTHER, shared_prefix=16)
+    -> OptionError: same in all batch entries, but those of k[2] differ from those of k[0]
+run(shared_prefix=22)
+    -> OptionError: shared_prefix= must be ... , got 22, but entry 0 has only 20 keys
+run(shared_prefix=-1) -> ShapeError: shared_prefix must be at least 1
+run(shared_prefix=16, window=(9, -1)) -> UnsupportedError: cannot be combined with window
+run(shared_prefix=16, mask=lambda q, k: q >= k)
+    -> UnsupportedError: cannot be combined with mask
+paged_run(20)
+    -> OptionError: block_table[1, 1] must be page 1, ... first 20 keys, ... got page 3
+paged_run(15) -> ShapeError: multiple of page_size=10, got 15; use 10
+run(bias=BIAS, cache_seqlens=None, shared_prefix=16)
+    -> UnsupportedError: shared_prefix cannot be combined with bias=
+Problem(3, 17, causal=True, **PACKED)
+    -> ShapeError: sequence 0 has 3 queries, but only 1 keys after the shared prefix
+Problem(1, 17, shared_prefix=16) -> ShapeError: pass cu_seqlens_q=
+count(Problem(3, 17, **PACKED), algorithm=DECODE, level="dram")
+    -> UnsupportedError: does not support rows of several
+count(Problem(3, 17, **PACKED)) -> UnsupportedError: 'flash2' cannot merge partial results
+count(Problem(1, 17), shared_prefix=4) -> OptionError: 'flash2' does not take shared_prefix
+""")
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_cannot_be_shared_says_why(call, said):
+    refused(call, said, globals())

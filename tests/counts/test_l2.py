@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from l2_cases import small_device
+from refusals import refusals, refused
 
 import flashsim
 from flashsim import OptionError, Problem, Tiling, UnsupportedError, l2
@@ -149,36 +150,31 @@ def test_count_and_trace_speak_of_dram():
     assert counted.hit_rate() == 1 - counted.bytes("read") / counted.requested.bytes("load")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"launch": "head-frist"}, "did you mean 'head-first'"),
-        ({"walk": "zigzag"}, "choose from straight, sawtooth"),
-        ({"partitions": 3}, "partitions must be between 1 and 2, got 3"),
-        ({"blocks_per_sm": 0}, "blocks_per_sm must be at least 1, got 0"),
-        ({"jitter": 1.5}, "jitter must be at least 0 and below 1e-3 seconds, got 1.5"),
-        ({"wait": -1e-9}, "wait must be at least 0 and below 1e-3 seconds, got -1e-09"),
-        ({"masked": -1}, "masked must be between 0 and 1000, got -1"),
-        ({"ways": 0}, "ways must be between 1 and 64, got 0"),
-        ({"ways": None, "partitions": 2}, "must have one partition, got partitions=2"),
-        ({"seed": -1}, "seed must be at least 0"),
-    ],
-)
-def test_bad_models_are_refused(options, message):
-    with pytest.raises(OptionError, match=message):
-        l2.L2Model(**options)
+DRAM = flashsim.count(Problem(64, head_dim=8), level="dram")
+REFUSED = refusals(r"""
+DRAM.bytes("load") -> OptionError: choose from read, write, pending
+DRAM.bytes("read", stage="backward") -> OptionError: unknown stage 'backward'
+count(LONG, level="l2") -> OptionError: choose from requested, dram
+count(LONG, l2=l2.L2Model()) -> OptionError: pass level='dram' too
+l2.L2Model(launch="head-frist") -> OptionError: did you mean 'head-first'
+l2.L2Model(walk="zigzag") -> OptionError: choose from straight, sawtooth
+l2.L2Model(partitions=3) -> OptionError: partitions must be between 1 and 2, got 3
+l2.L2Model(blocks_per_sm=0) -> OptionError: blocks_per_sm must be at least 1, got 0
+l2.L2Model(jitter=1.5)
+    -> OptionError: jitter must be at least 0 and below 1e-3 seconds, got 1.5
+l2.L2Model(wait=-1e-9)
+    -> OptionError: wait must be at least 0 and below 1e-3 seconds, got -1e-09
+l2.L2Model(masked=-1) -> OptionError: masked must be between 0 and 1000, got -1
+l2.L2Model(ways=0) -> OptionError: ways must be between 1 and 64, got 0
+l2.L2Model(ways=None, partitions=2)
+    -> OptionError: must have one partition, got partitions=2
+l2.L2Model(seed=-1) -> OptionError: seed must be at least 0
+""")
 
 
-def test_bad_questions_are_refused():
-    counted = flashsim.count(Problem(64, head_dim=8), level="dram")
-    with pytest.raises(OptionError, match="choose from read, write, pending"):
-        counted.bytes("load")
-    with pytest.raises(OptionError, match="unknown stage 'backward'"):
-        counted.bytes("read", stage="backward")
-    with pytest.raises(OptionError, match="choose from requested, dram"):
-        flashsim.count(Problem(64, head_dim=8), level="l2")
-    with pytest.raises(OptionError, match="pass level='dram' too"):
-        flashsim.count(Problem(64, head_dim=8), l2=l2.L2Model())
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_bad_models_and_questions_are_refused(call, said):
+    refused(call, said, globals())
 
 
 def test_too_much_to_replay_is_refused_before_its_visits_are_listed(monkeypatch):

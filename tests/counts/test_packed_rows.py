@@ -5,10 +5,11 @@ same bytes and FLOPs.
 
 import numpy as np
 import pytest
+from refusals import refusals, refused
+from test_traffic import agree
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.errors import DTypeError, OptionError, UnsupportedError
 from flashsim.problem import oracle
 
 pytestmark = pytest.mark.promise("three counts equal")
@@ -55,10 +56,8 @@ def test_results_and_counts(name, tiling):
     assert not apart.split.pack_gqa
     counted = flashsim.count(p, tiling=tiling, pack_gqa=True)
     trace = packed.trace
-    assert counted.transfers == trace.transfers == trace.predicted().transfers
-    assert counted.flops() == trace.flops()
-    assert counted.on_chip() == trace.on_chip()
-    assert counted.peak_sram() == trace.peak_sram()
+    agree(trace, counted)
+    assert counted.transfers == trace.predicted().transfers
     assert trace.bytes("load", "Q") == apart.trace.bytes("load", "Q")
     assert trace.bytes("store") == apart.trace.bytes("store")
     if p.group > 1 and tiling.block_q > 12:  # tiles of few rows exist in full in both
@@ -80,15 +79,34 @@ def test_a_saved_trace_knows_that_heads_are_packed(tmp_path):
     assert loaded.schedule.split.pack_gqa
 
 
-def test_what_is_refused_says_why():
-    p = Problem(head_dim=16, **SHAPES["causal"])
-    x = arrays(p)
-    with pytest.raises(DTypeError, match="pack_gqa must be True or False, got 3"):
-        flashsim.run(*x, pack_gqa=3)
-    with pytest.raises(UnsupportedError, match=r"pack_gqa=True does not support sinks.*leave out"):
-        flashsim.run(*x, pack_gqa=True, sinks=np.zeros(8, np.float32))
-    with pytest.raises(OptionError, match=r"'standard' does not take pack_gqa.*algorithm='flash2'"):
-        flashsim.run(*x, pack_gqa=True, algorithm="standard")
-    with pytest.raises(OptionError, match="a backward pass packs no query heads"):
-        flashsim.count(p, direction="backward", pack_gqa=True)
-    assert flashsim.run(*x, pack_gqa=None).split == flashsim.run(*x).split
+CAUSAL = Problem(head_dim=16, **SHAPES["causal"])
+X = arrays(CAUSAL)
+REFUSED = refusals(r"""
+run(*X, pack_gqa=3) -> DTypeError: pack_gqa must be True or False, got 3
+run(*X, pack_gqa=True, sinks=np.zeros(8, np.float32))
+    -> UnsupportedError: pack_gqa=True does not support sinks ... leave out
+run(*X, pack_gqa=True, algorithm="standard")
+    -> OptionError: 'standard' does not take pack_gqa ... algorithm='flash2'
+run(*X, backend="numba", pack_gqa=True)
+    -> UnknownArgumentError: 'pack_gqa' only with backend='simulator'
+run(*X, backend="numba", pack_gqa=1) -> DTypeError: pack_gqa must be True or False, got 1
+run(X[0][:, :, :0], *X[1:], pack_gqa=1) -> DTypeError: pack_gqa must be True or False, got 1
+""")
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_is_refused_says_why(call, said):
+    refused(call, said, globals())
+
+
+def test_none_leaves_packing_to_the_backend():
+    assert flashsim.run(*X, pack_gqa=None).split == flashsim.run(*X).split
+    flashsim.run(*X, pack_gqa=None, algorithm="standard")
+
+
+@pytest.mark.parametrize("n_q", [0, 5])
+@pytest.mark.parametrize("packs", [False, None])
+def test_engines_that_never_pack_take_false_and_none(n_q, packs):
+    q, kv = np.ones((4, n_q, 8), np.float32), np.ones((2, 5, 8), np.float32)
+    result = flashsim.run(q, kv, kv, backend="numba", pack_gqa=packs)
+    np.testing.assert_allclose(result.out, np.ones((4, n_q, 8)), rtol=1e-6)

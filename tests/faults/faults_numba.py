@@ -26,6 +26,7 @@ NUMBA = "flashsim.backends.numba_gpu"
 FORWARD, TILES = f"{NUMBA}.hopper.forward", f"{NUMBA}.hopper.wgmma_tiles"
 KEYS = f"{NUMBA}.hopper.kv_outer"
 BACKWARD, GRADIENTS = f"{NUMBA}.hopper.backward", f"{NUMBA}.hopper.gradients"
+SUMS = f"{NUMBA}.hopper.key_gradients"
 SOFTMAX = f"{NUMBA}.tensor.softmax"
 FUNCTIONS = f"{NUMBA}.tensor.functions"
 INDENT = " " * 20  # of a visit's lines in the forward
@@ -68,9 +69,10 @@ FAULTS = {
         # O and l stay right, as alpha takes them from any maximum to any other, but LSE is -inf for
         # a row whose last tile is all masked.
         FORWARD,
-        f"top, again = row_max_of_bits(m, s)\n{INDENT}if again:\n{INDENT}    top = row_max(m, s)",
-        f"top, again = row_max_of_bits(new_max(), s)\n{INDENT}if again:\n"
-        f"{INDENT}    top = row_max(new_max(), s)",
+        f"top, again = softmax.row_max_of_bits(m, s)\n{INDENT}if again:\n"
+        f"{INDENT}    top = softmax.row_max(m, s)",
+        f"top, again = softmax.row_max_of_bits(new_max(), s)\n{INDENT}if again:\n"
+        f"{INDENT}    top = softmax.row_max(new_max(), s)",
         EMPTY_TILES,
     ),
     "hopper-mask-of-later-visits-ignored": Fault(
@@ -216,12 +218,12 @@ FAULTS = {
     ),
     "hopper-sums-laid-over-tiles": Fault(
         "a block lays dK and dV down over tiles that its other warpgroup still reads",
-        *(BACKWARD, "tiles_read(int32(_TILES_READ))", "pass", CLUSTER_ROLES),
+        *(SUMS, "tiles_read(int32(_TILES_READ))", "pass", CLUSTER_ROLES),
     ),
     "hopper-a-block-of-a-cluster-ends-early": Fault(
         "a block of a cluster ends while others read its dK and dV",
         *(
-            BACKWARD,
+            SUMS,
             "cluster_sync()  # the other blocks have read this block's sums",
             "pass",
             CLUSTER_ROLES,
@@ -267,7 +269,7 @@ FAULTS = {
     ),
     "mma-dk-not-scaled": Fault(
         "dK lacks the factor of the scores' scale",
-        *(f"{NUMBA}.tensor.backward_dkdv", "scale_dk(dk, a.scale)", "dk", MMA),
+        *(f"{NUMBA}.tensor.backward_dkdv", "mma_tiles.scale_all(dk, a.scale)", "dk", MMA),
     ),
     "mma-delta-of-one-lane": Fault(
         "delta is not summed over the lanes that share a row",

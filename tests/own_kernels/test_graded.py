@@ -11,11 +11,10 @@ from pathlib import Path
 import hand_written
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from commands import invoke, ok, refused
 from wrong_kernels import WRONG
 
 from flashsim import OptionError
-from flashsim.cli.app import app
 from flashsim.errors import TraceError
 from flashsim.exercises import checking, get, homework, kernel_names, kernel_runner, shelf
 from flashsim.exercises.kernel_grading import Handover, grade_kernels
@@ -84,11 +83,8 @@ def test_numbers_are_judged_with_the_inputs_that_were_drawn(path):
 
     def other_inputs(runs):
         for run in runs:
-            run.values[0][:], run.values[3][:], run.values[4][:] = (
-                0,
-                run.values[2].mean(1)[:, None],
-                5,
-            )
+            q, _, v, out, lse = run.values[:5]
+            q[:], out[:], lse[:] = 0, v.mean(1)[:, None], 5
 
     marks, _ = grade_kernels(path, FORWARD, runner=by_hand(other_inputs))
 
@@ -96,25 +92,19 @@ def test_numbers_are_judged_with_the_inputs_that_were_drawn(path):
     assert "bytes get points only if all results are right" in marks.marks[-1].words
 
 
-def test_outputs_that_no_kernel_stores(path):
-    def without_lse(runs):
-        for n, run in enumerate(runs):
-            names = {**run.names, "lse_ptr": "mine"}
-            runs[n] = replace(run, names=names)
+@pytest.mark.parametrize(
+    ("renamed", "words"),
+    [({"lse_ptr": "mine"}, "no kernel stores L"), ({"k_ptr": "copy"}, "no kernel loads K itself")],
+)
+def test_tensors_that_no_kernel_uses(path, renamed, words):
+    def change(runs):
+        runs[:] = [replace(run, names=run.names | renamed) for run in runs]
 
-    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(without_lse))
+    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(change))
 
-    assert lost(marks)[0] == ("result", "no kernel stores L")
-
-
-def test_inputs_that_no_kernel_loads(path):
-    def copied(runs):
-        for n, run in enumerate(runs):
-            runs[n] = replace(run, names={**run.names, "k_ptr": "copy"})
-
-    marks, _ = grade_kernels(path, FORWARD, runner=by_hand(copied))
-
-    assert "no kernel loads K itself" in lost(marks)[0][1]
+    kind, said = lost(marks)[0]
+    assert kind == "result"
+    assert words in said
 
 
 def test_tiles_that_are_too_large(path):
@@ -197,8 +187,7 @@ def test_what_a_student_starts_from(name):
     assert "# END" not in text
     assert "TODO" not in one.solution_source
     assert len(one.hints) >= 3
-    said = CliRunner().invoke(app, ["exercise", "hint", name]).output
-    assert one.hints[0] in " ".join(said.split())
+    assert one.hints[0] in " ".join(ok("exercise hint", name).split())
 
 
 def test_a_homework_folder_is_found(tmp_path):
@@ -216,13 +205,10 @@ def test_a_homework_folder_is_found(tmp_path):
     assert where.name == "softmax_matmul.py"
     assert "imports neither triton nor jax" in marks.marks[0].words
     out = tmp_path / "results.json"
-    words = ["exercise", "grade", str(tmp_path / "b"), "--gradescope", str(out)]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
+    ok("exercise grade", tmp_path / "b", "--gradescope", out)
     whole = json.loads(out.read_text())
     assert whole["tests"][0]["name"] == "kernel-softmax-matmul: runs"
-    done = CliRunner().invoke(app, ["exercise", "grade", str(tmp_path), "--gradescope", str(out)])
-    assert done.exit_code != 0
+    refused("exercise grade", tmp_path, "--gradescope", out)
 
 
 def a_class(folder, **files):
@@ -257,13 +243,17 @@ def full_marks(monkeypatch):
 FLASH = "flash_attention/flash_attention.py"
 
 
+def graded_folder(folder, *words):
+    """Grade a folder; return the command's result and its rows."""
+    done = invoke("exercise grade", folder, *words, "--csv")
+    assert done.exit_code == 0, done.output
+    return done, list(csv.DictReader(done.stdout.splitlines()))
+
+
 def test_no_student_of_a_class_vanishes(tmp_path, full_marks):
     a_class(tmp_path, ann=FLASH, bob="flash_attn.py", cy=None, __MACOSX=None)
     (tmp_path / "dan.zip").write_text("")
-    words = ["exercise", "grade", str(tmp_path), "--exercise", "kernel-forward"]
-    done = CliRunner().invoke(app, [*words, "--csv"])
-    assert done.exit_code == 0, done.output
-    rows = list(csv.DictReader(done.stdout.splitlines()))
+    done, rows = graded_folder(tmp_path, "--exercise", "kernel-forward")
     totals = {row["file"]: row["points"] for row in rows if row["exercise"] == "total"}
     assert totals == {"ann": "100", "bob": "0", "cy": "0"}
     why = {row["file"]: row["why"] for row in rows}
@@ -274,9 +264,8 @@ def test_no_student_of_a_class_vanishes(tmp_path, full_marks):
 
 def test_the_marks_of_a_class_add_up(tmp_path, full_marks):
     a_class(tmp_path, ann=FLASH, bob=FLASH)
-    done = CliRunner().invoke(app, ["exercise", "grade", str(tmp_path), "--csv", "--jobs", "1"])
+    done, rows = graded_folder(tmp_path, "--jobs", 1)
     assert full_marks == [1]
-    rows = list(csv.DictReader(done.stdout.splitlines()))
     assert len(rows) == 2 * (3 + 1)
     for row in rows:
         parts = ("results", "safe", "on chip", "bytes")
@@ -290,38 +279,26 @@ def test_exercises_are_chosen_and_files_graded_at_once(tmp_path, full_marks, mon
     a_class(tmp_path, ann=FLASH, bob=FLASH)
     (tmp_path / "ann/tests").mkdir()
     both = ("--exercise", "kernel-forward", "--exercise", "kernel-causal")
-    words = ["exercise", "grade", str(tmp_path), *both, "--csv", "--jobs", "4"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
+    done, rows = graded_folder(tmp_path, *both, "--jobs", 4)
     assert full_marks[0] > 1
-    rows = list(csv.DictReader(done.stdout.splitlines()))
     chosen = ["kernel-forward", "kernel-causal"]
     assert [row["exercise"] for row in rows] == [*chosen, homework.TESTS, "total", *chosen, "total"]
     assert "graded for kernel-forward, kernel-causal, as --exercise says" in done.stderr
 
 
-def test_a_misplaced_file_gets_no_points_on_gradescope(tmp_path):
+def test_a_misplaced_file_on_gradescope(tmp_path):
+    """It gets no points for an exercise that is named, and is an error without a name."""
     (tmp_path / "flash.py").write_text("")
     out = tmp_path / "results.json"
-    words = ["exercise", "grade", str(tmp_path), "--exercise", "kernel-forward"]
-    done = CliRunner().invoke(app, [*words, "--gradescope", str(out)])
-    assert done.exit_code == 0, done.output
+    words = ("exercise grade", tmp_path, "--gradescope", out)
+    said = " ".join(refused(*words).split())
+    assert "contains a file of an exercise; flashsim looked for" in said
+    assert all(one.path in said for one in homework.exercises_of([]))
+    assert not out.exists()
+    ok(*words, "--exercise", "kernel-forward")
     told = json.loads(out.read_text())
     assert told["score"] == 0
     assert f"{FLASH} is missing; found flash.py" in told["tests"][0]["output"]
-
-
-def test_a_folder_without_any_exercises_file_is_an_error_on_gradescope(tmp_path):
-    (tmp_path / "flash.py").write_text("")
-    out = tmp_path / "results.json"
-    words = ["exercise", "grade", str(tmp_path), "--gradescope", str(out)]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 2
-    said = " ".join(done.stderr.split())
-    assert "contains a file of an exercise; flashsim looked for" in said
-    for one in homework.exercises_of([]):
-        assert one.path in said
-    assert not out.exists()
 
 
 def test_rounded_exponents_are_no_mistake():
@@ -399,23 +376,11 @@ def test_the_guide_says_what_comes_out(tmp_path):
 
 
 FILES = {
-    "no function": (
-        "def forward",
-        "def another",
-        "function",
-        "defines no function forward or FlashAtt",
-    ),
-    "no kernel": (
-        "    return o, lse",
-        "    return o * 1, lse",
-        "result",
-        "returns a tensor that no kernel stored",
-    ),
+    "no function": ("def forward", "def another", "function", "no function forward or FlashAtt"),
+    "no kernel": ("return o, lse", "return o * 1, lse", "result", "a tensor that no kernel stored"),
     "no launch": (
-        "    flash_forward[grid](q, k, v, o, lse, n, d**-0.5, causal, block_q, block_k, d)",
-        "    o[:], lse[:] = 0, 0",
-        "function",
-        "launches no Triton kernel",
+        "flash_forward[grid](q, k, v, o, lse, n, d**-0.5, causal, block_q, block_k, d)",
+        *("o[:], lse[:] = 0, 0", "function", "launches no Triton kernel"),
     ),
     "an error": ("    heads, n, d = q.shape", "    heads = q.shapes", "error", "(line 37)"),
     "no syntax": ("        m = m_new", "        m = (m_new", "syntax", "(line "),
@@ -446,11 +411,9 @@ def test_a_process_of_its_own(tmp_path):
         file = tmp_path / f"{name}.py"
         file.write_text(f"# flashsim exercise: kernel-forward\n{source}{more}")
         out = tmp_path / f"{name}.json"
-        words = ["exercise", "grade", str(file), "--json", "--timeout", str(limit)]
-        done = CliRunner().invoke(app, [*words, "--gradescope", str(out)])
-        assert done.exit_code == 0, done.output
+        text = ok("exercise grade", file, "--json", "--timeout", limit, "--gradescope", out)
         scored = json.loads(out.read_text())
-        first = json.loads(done.stdout[: done.stdout.rindex("}") + 1])["marks"][0]
+        first = json.loads(text[: text.rindex("}") + 1])["marks"][0]
         assert (scored["score"] == 100) == (not kind)
         assert first["kind"] == kind
 

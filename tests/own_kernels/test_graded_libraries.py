@@ -10,11 +10,10 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
+from commands import ok
 from test_graded import graded, here, lost
-from typer.testing import CliRunner
 from wrong_kernels import WRONG_PALLAS, pallas_source
 
-from flashsim.cli.app import app
 from flashsim.exercises import shelf
 from flashsim.exercises.kernel_grading import grade_kernels
 
@@ -45,10 +44,7 @@ def test_a_wrong_pallas_kernel_fails_for_the_right_reason(name, find, put, kind,
 def test_a_homework_folder_runs_unchanged(tmp_path):
     """The files and their own tests, which would skip without a GPU."""
     out = tmp_path / "results.json"
-    words = ["exercise", "grade", str(HOMEWORK), "--json", "--gradescope", str(out)]
-    done = CliRunner().invoke(app, words)
-
-    assert done.exit_code == 0, done.output
+    ok("exercise grade", HOMEWORK, "--json", "--gradescope", out)
     whole = json.loads(out.read_text())
     assert [test["name"] for test in whole["tests"] if test["status"] != "passed"] == []
     shown = [test for test in whole["tests"] if test["name"].startswith("its own tests")]

@@ -1,21 +1,11 @@
 """The plot of DRAM reads over the size of L2, looked at through its artists and data."""
 
-import matplotlib as mpl
 import pytest
-from matplotlib import pyplot as plt
 
 import flashsim
 from flashsim import OptionError, Problem, l2, viz
 
 pytestmark = pytest.mark.promise("pictures show the counts")
-
-mpl.use("Agg")
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 def test_l2_curve_ends_at_first_reads_and_marks_devices():

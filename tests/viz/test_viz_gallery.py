@@ -3,7 +3,6 @@
 import runpy
 from pathlib import Path
 
-import matplotlib as mpl
 import pytest
 from matplotlib import pyplot as plt
 from overlaps import crossings, overlaps
@@ -13,17 +12,10 @@ from flashsim.viz.style import SLIDE
 
 pytestmark = pytest.mark.promise("pictures show the counts")
 
-mpl.use("Agg")
 GALLERY = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "gallery.py"))
 PLOTS = GALLERY["PLOTS"]
 #: Those with most texts in every run, the others in the thorough one: drawing takes a second.
 QUICK = {"traffic-backward-dark.png", "cumulative.png", "roofline.png", "block-sizes.png"}
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 @pytest.mark.parametrize(

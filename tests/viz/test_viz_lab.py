@@ -9,11 +9,11 @@ import chromium
 import lab_cases as cases
 import pytest
 from chromium import until
+from commands import ok, refused
 from compiled import thorough
 
 import flashsim
 from flashsim import Problem, Tiling, viz
-from flashsim.cli import app
 from flashsim.errors import OptionError
 from flashsim.problem.hardware import PRESETS
 from flashsim.schedule.schedule import Schedule
@@ -537,11 +537,7 @@ def test_a_million_causal_tokens_take_less_than_a_frame(show):
 
 
 def test_the_command_writes_it(tmp_path):
-    from typer.testing import CliRunner
-
     path = tmp_path / "lab.html"
-    done = CliRunner().invoke(app.app, ["lab", "-o", str(path)])
-    assert done.exit_code == 0, done.output
+    ok("lab", "-o", path)
     assert path.read_text("utf-8") == page().html
-    refused = CliRunner().invoke(app.app, ["lab", "-o", str(tmp_path / "lab.png")])
-    assert refused.exit_code == 2
+    refused("lab", "-o", tmp_path / "lab.png")

@@ -23,14 +23,6 @@ from flashsim.viz.style import human, unit_axis
 
 pytestmark = pytest.mark.promise("pictures show the counts")
 
-mpl.use("Agg")
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
-
 
 def comparison():
     q, k, v = cases.arrays()
@@ -677,10 +669,7 @@ def test_roofline_places_points_on_the_roof():
         at = end.get_xdata()[0]
         assert tops[at] == min(at * device.hbm_bandwidth, device.peak("bfloat16"))
     for wrong, text in (
-        (
-            {"seconds": {"flash1": 1.0}},
-            "unknown label in seconds= 'flash1'; choose from ",
-        ),
+        ({"seconds": {"flash1": 1.0}}, "unknown label in seconds= 'flash1'; choose from "),
         ({"seconds": {"flash2": float("nan")}}, "must be finite and at least 1e-12, got nan"),
         ({"seconds": {"flash2": 1e-300}}, "must be finite and at least 1e-12, got 1e-300"),
         ({"dram_bytes": {"flash2": "x"}}, "must be a number, got 'x'"),

@@ -25,8 +25,8 @@ from flashsim.viz.data.diagram import (
     sides,
     tile_kinds,
 )
-from flashsim.viz.palette import Theme, is_gradient, mix, rgb, tint
-from flashsim.viz.style import HATCH
+from flashsim.viz.palette import Theme, mix, rgb, tint
+from flashsim.viz.style import note, tensor_style
 
 _STRIP, _GAP = 0.045, 0.018  # of the diagram's height
 _HIDDEN = (-9.0, -9.0)
@@ -161,20 +161,14 @@ class Scene:
         across = int(ax.get_window_extent().width // max(42, 12 + 6 * longest))  # names in a row
         self.bars = []
         for n, name in enumerate(walk.buffers):
-            shade = tint(name, self.theme.name)
-            bar = Rectangle(
-                (0, 0), 0, 1, facecolor=shade, edgecolor=self.theme.background, lw=0.8,
-                hatch=HATCH if is_gradient(name) else None,
-            )  # fmt: skip
+            bar = Rectangle((0, 0), 0, 1, lw=0.8, **tensor_style(name, self.theme))
             ax.add_patch(bar)
             self.bars.append(bar)
             self.artists.append(bar)
-            for text, right, ink in (("■", 0, shade), (SYMBOLS.get(name, name), 12, None)):
-                ax.annotate(
-                    text, (n % across / across, 0), (right, -4 - 11 * (n // across)),
-                    xycoords="axes fraction", textcoords="offset points", va="top", fontsize=9.5,
-                    color=ink,
-                )  # fmt: skip
+            square, word = ("■", 0, bar.get_facecolor()), (SYMBOLS.get(name, name), 12, None)
+            for text, right, ink in (square, word):
+                at, offset = (n % across / across, 0), (right, -4 - 11 * (n // across))
+                note(ax, text, at, offset, "axes fraction", va="top", fontsize=9.5, color=ink)
         if self.full > limit:  # the other trace holds more, or a GPU block also uses registers
             mark = ax.axvline(limit, color=self.theme.text, ls=(0, (2, 1)), lw=2, zorder=5)
             self.artists.append(mark)

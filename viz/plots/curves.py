@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +15,9 @@ from flashsim.l2.curve import Curve
 from flashsim.problem import checks
 from flashsim.problem.hardware import MIB, Device
 from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.viz import style
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import (
-    DASHES,
-    binary_axis,
-    count_axis,
-    heading,
-    human,
-    series_style,
-    themed,
-    unit_axis,
-)
 
 #: Possible x axes of an IO curve: the column of a sweep, and the axis label.
 AXES = {
@@ -38,7 +29,7 @@ AXES = {
 }
 
 
-@themed
+@style.themed
 def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None:
     """Draw requested bytes against N, d, a tile size or the SRAM size M, with papers' bounds.
 
@@ -65,25 +56,32 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     series = _series(rows, x)
     positions = sources.places(points[0]["algorithm"] for points in series.values())
     for n, (label, points) in sorted(zip(positions, series.items(), strict=True)):
-        ax.plot(
-            [p[x] for p in points], [p["requested_bytes"] for p in points], label=label, zorder=3,
-            **series_style(theme, n),
-        )  # fmt: skip
+        at, moved = [p[x] for p in points], [p["requested_bytes"] for p in points]
+        ax.plot(at, moved, label=label, zorder=3, **style.series_style(theme, n))
     reference = next(
         (points for points in series.values() if points[0]["algorithm"] != "standard"),
         next(iter(series.values())),
     )
     _bounds(reference, x, len(series) > 1, ax, theme)
+    sizes = style.binary_axis if x == "sram_bytes" else style.count_axis
+    _scales(ax, sizes, AXES[x], "requested HBM bytes", {row[x] for row in rows})
+    style.heading(ax, theme, f"HBM traffic against {AXES[x]}", sources.fixed(rows, x))
+    style.beside_axes(ax)
+
+
+def _scales(
+    ax: Axes, sizes: Callable[[Any], None], x: str, y: str, ticks: Iterable[int] = ()
+) -> None:
+    """Set up and label logarithmic axes: `sizes` formats the x axis, and y is in bytes."""
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    (binary_axis if x == "sram_bytes" else count_axis)(ax.xaxis)
-    ax.set_xticks(sorted({row[x] for row in rows}))
+    if ticks:
+        ax.set_xticks(sorted(ticks))
+    sizes(ax.xaxis)
     ax.minorticks_off()
-    unit_axis(ax.yaxis)
+    style.unit_axis(ax.yaxis)
     ax.grid()
-    ax.set(xlabel=AXES[x], ylabel="requested HBM bytes")
-    heading(ax, theme, f"HBM traffic against {AXES[x]}", sources.fixed(rows, x))
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    ax.set(xlabel=x, ylabel=y)
 
 
 def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: Theme) -> None:
@@ -147,7 +145,7 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
     return series
 
 
-@themed
+@style.themed
 def memory_footprint(
     data: Any,
     *,
@@ -190,38 +188,22 @@ def memory_footprint(
             continue
         points = {r["n_q"]: r["saved_bytes"] for r in rows if r["algorithm"] == name}
         sizes = sorted(points)
-        ax.plot(
-            sizes, [points[size] for size in sizes], label=sources.title(name),
-            **series_style(theme, number),
-        )  # fmt: skip
+        saved = [points[size] for size in sizes]
+        ax.plot(sizes, saved, label=sources.title(name), **style.series_style(theme, number))
         ends.append((sizes[-1], points[sizes[-1]]))
     for close in _close(ends):
-        texts = dict.fromkeys(human(saved) for _, saved in close)
-        ax.annotate(
-            "\n".join(reversed(texts)), close[-1], (8, 0), textcoords="offset points", va="center",
-        )  # fmt: skip
+        texts = dict.fromkeys(style.human(saved) for _, saved in close)
+        style.note(ax, "\n".join(reversed(texts)), close[-1], (8, 0), va="center")
     if device is not None:
         machine = Device.get(device)
         ax.axhline(machine.hbm_bytes, color=theme.text, ls=(0, (5, 3)), lw=1.6)
-        ax.annotate(
-            f"{machine.name}: {human(machine.hbm_bytes)}", (0, machine.hbm_bytes), (6, 5),
-            xycoords=("axes fraction", "data"), textcoords="offset points",
-        )  # fmt: skip
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xticks(sorted({row["n_q"] for row in rows}))
-    ax.minorticks_off()
+        text, level = f"{machine.name}: {style.human(machine.hbm_bytes)}", (0, machine.hbm_bytes)
+        style.note(ax, text, level, (6, 5), ("axes fraction", "data"))
+    ticks = {row["n_q"] for row in rows}
+    _scales(ax, style.count_axis, AXES["n_q"], "bytes saved for backward", ticks)
     ax.margins(x=0.12)
-    count_axis(ax.xaxis)
-    unit_axis(ax.yaxis)
-    ax.grid()
-    ax.set(xlabel="sequence length N", ylabel="bytes saved for backward")
-    heading(
-        ax,
-        theme,
-        "Saved for backward: Q, K, V, O and statistics, or Q, K, V and P",
-        sources.fixed(rows, "n_q"),
-    )
+    title = "Saved for backward: Q, K, V, O and statistics, or Q, K, V and P"
+    style.heading(ax, theme, title, sources.fixed(rows, "n_q"))
     ax.legend(loc="lower right")
 
 
@@ -239,7 +221,7 @@ def _close(ends: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 POINTS = 600
 
 
-@themed
+@style.themed
 def l2_curve(
     curves: Mapping[str, Curve], *, devices: tuple[str | Device, ...] = (), ax: Axes, theme: Theme
 ) -> None:
@@ -274,30 +256,20 @@ def l2_curve(
     smallest = min([largest >> 8, *(max(size // 2, 1) for size in first)])
     sizes = np.unique(np.geomspace(smallest, largest, POINTS).astype(np.int64))
     for n, (label, curve) in enumerate(curves.items()):
-        ax.plot(
-            sizes, curve.reads(sizes), drawstyle="steps-post", label=label,
-            color=theme.cycle[n % len(theme.cycle)], ls=DASHES[n % len(DASHES)],
-        )  # fmt: skip
+        look = {**style.series_style(theme, n), "marker": ""}
+        ax.plot(sizes, curve.reads(sizes), drawstyle="steps-post", label=label, **look)
     for height in sorted({c.cold for c in curves.values()}):
         ax.axhline(height, color=theme.muted, lw=1.2, zorder=1)
     for n, machine in enumerate(sorted(machines, key=lambda m: m.l2_bytes)):
-        side = ("right", "left")[n % 2]  # so that names of neighbouring lines do not overlap
         ax.axvline(machine.l2_bytes, color=theme.muted, lw=1.2, ls=(0, (3, 3)), zorder=1)
-        ax.annotate(
-            machine.name, (machine.l2_bytes, 1), xycoords=("data", "axes fraction"),
-            xytext=(4 if n % 2 else -4, -6), textcoords="offset points", rotation=90, ha=side,
-            va="top",
-            color=theme.muted,
+        # Sides alternate, so that names of neighbouring lines do not overlap.
+        right, ha = (4, "left") if n % 2 else (-4, "right")
+        style.note(
+            ax, machine.name, (machine.l2_bytes, 1), (right, -6), ("data", "axes fraction"),
+            rotation=90, ha=ha, va="top", color=theme.muted,
         )  # fmt: skip
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
+    _scales(ax, style.binary_axis, "size of L2", "DRAM bytes read")
     ax.set_xlim(sizes[0], sizes[-1])
-    binary_axis(ax.xaxis)
-    ax.minorticks_off()
-    unit_axis(ax.yaxis)
-    ax.grid()
-    ax.set(xlabel="size of L2", ylabel="DRAM bytes read")
-    heading(
-        ax, theme, "DRAM reads against the size of L2", "horizontal line: each input is read once"
-    )
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    about = "horizontal line: each input is read once"
+    style.heading(ax, theme, "DRAM reads against the size of L2", about)
+    style.beside_axes(ax)

@@ -17,7 +17,7 @@ from flashsim.trace.timeline import Rows
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.palette import color as tensor_color
-from flashsim.viz.style import heading, ink_on, ramp, themed
+from flashsim.viz.style import beside_axes, heading, ink_on, ramp, themed
 
 #: The tensor whose colour represents a phase: the tensor that the phase loads or computes.
 _PHASE_TENSOR = {"load": "K", "scores": "S", "softmax": "P", "output": "O", "store": "L"}
@@ -143,7 +143,7 @@ def _phases(
         collection.set(zorder=1 + code, rasterized=len(spans) > _RASTER_FROM)
         ax.add_collection(collection)
         handles.append(Patch(facecolor=shade, label=phase))
-    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), title="phase")
+    beside_axes(ax, handles=handles, title="phase")
     _number(ax, theme, spans, bars, top + height / 2, "i" if outer == "j" else "j")
 
 
@@ -159,10 +159,8 @@ def _number(
     ink = ink_on(tensor_color("O", theme.name))
     for (x0, x1), y, n in zip(bars[outputs], middle[outputs], spans[inner][outputs], strict=True):
         if x0 > low and x1 < high and x1 - x0 > room:
-            ax.text(
-                (x0 + x1) / 2, y, f"{inner} {n}", ha="center", va="center", fontsize=10,
-                color=ink, zorder=9,
-            )  # fmt: skip
+            look: dict[str, Any] = {"ha": "center", "va": "center", "color": ink, "zorder": 9}
+            ax.text((x0 + x1) / 2, y, f"{inner} {n}", fontsize=10, **look)
 
 
 def _blocks(

@@ -14,7 +14,7 @@ from flashsim.counts.questions import in_words
 from flashsim.errors import OptionError
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import heading, series_style, themed
+from flashsim.viz.style import beside_axes, heading, note, series_style, themed
 
 
 @themed
@@ -52,11 +52,9 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
                 edgecolor=theme.grid, lw=0, zorder=2,
             )  # fmt: skip
         end = (start[-1] * unit + busiest[-1]) / unit
-        ax.annotate(
-            f"{account.group.scheme}: idle {100 * account.idle_share:.0f} %", (end, level - 0.45),
-            (0, 4), textcoords="offset points", ha="right", va="bottom", fontweight="bold",
-            color=theme.text,
-        )  # fmt: skip
+        idle = f"{account.group.scheme}: idle {100 * account.idle_share:.0f} %"
+        look = {"ha": "right", "va": "bottom", "fontweight": "bold", "color": theme.text}
+        note(ax, idle, (end, level - 0.45), (0, 4), **look)
         step = max(1, ranks // 4)
         ticks += [level + rank for rank in range(0, ranks, step)]
         labels += [f"rank {rank}" for rank in range(0, ranks, step)]
@@ -70,13 +68,9 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
         ax, theme, f"When each rank computes and waits, {first.direction}",
         f"{in_words(first.group.problem)} over {first.group.ranks} ranks; one shade per step",
     )  # fmt: skip
-    ax.legend(
-        handles=[
-            Patch(color=theme.cycle[1], label="computes"),
-            Patch(fill=False, hatch="////", edgecolor=theme.muted, lw=0, label="waits"),
-        ],
-        loc="upper left", bbox_to_anchor=(1, 1),
-    )  # fmt: skip
+    works = Patch(color=theme.cycle[1], label="computes")
+    waits = Patch(fill=False, hatch="////", edgecolor=theme.muted, lw=0, label="waits")
+    beside_axes(ax, handles=[works, waits])
 
 
 @themed
@@ -103,10 +97,14 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
     for each in chain.from_iterable(times.values()):
         sources.made_by("flashsim.predict.spread", each, "efficiency")
     for n, (label, spreads) in enumerate(times.items()):
+        at = [t.account.group.ranks for t in spreads]
         ax.plot(
-            [t.account.group.ranks for t in spreads], [100 * t.efficiency for t in spreads],
-            label=label, zorder=3, **series_style(theme, n),
-        )  # fmt: skip
+            at,
+            [100 * t.efficiency for t in spreads],
+            label=label,
+            zorder=3,
+            **series_style(theme, n),
+        )
     ranks = sorted({t.account.group.ranks for spreads in times.values() for t in spreads})
     ax.set_xscale("log", base=2)
     ax.set_xticks(ranks, [str(r) for r in ranks])
@@ -121,4 +119,4 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
         f"N = {p.n_q:,}{', causal' if p.causal else ''}, {p.heads} / {p.kv_heads} heads, "
         f"d = {p.head_dim}; {first.device.name}, {first.link.name}, {first.network.name}",
     )  # fmt: skip
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    beside_axes(ax)

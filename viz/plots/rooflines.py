@@ -18,7 +18,7 @@ from flashsim.problem.problem import Problem
 from flashsim.viz import palette
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import heading, human, series_style, themed, unit_axis
+from flashsim.viz.style import beside_axes, heading, human, note, series_style, themed, unit_axis
 
 _LOWEST = 1e-3  # FLOP/s, below every axis
 _BAR = 0.07  # of a roofline's height, for each bar without one
@@ -74,23 +74,18 @@ def roofline(
     roof = np.minimum(reach * machine.hbm_bandwidth, peak)
     ridge = machine.ridge(dtype)
     ax.plot(reach, roof, color=theme.text, lw=2.4)
-    ax.annotate(
-        f"peak {human(peak, 'FLOP/s')}, {dtype}", (high, peak), (-4, 12),
-        textcoords="offset points", color=theme.muted, ha="right",
-    )  # fmt: skip
+    right: dict[str, Any] = {"color": theme.muted, "ha": "right"}
+    note(ax, f"peak {human(peak, 'FLOP/s')}, {dtype}", (high, peak), (-4, 12), **right)
     if cuda < peak:
         ax.axhline(cuda, color=theme.muted, ls=(0, (1, 1.2)), lw=1.4)
-        ax.annotate(
-            f"without tensor cores {human(cuda, 'FLOP/s')}", (high, cuda), (-4, -6),
-            textcoords="offset points", color=theme.muted, ha="right", va="top",
-            bbox=_plate(theme), zorder=2.5,
-        )  # fmt: skip
+        text = f"without tensor cores {human(cuda, 'FLOP/s')}"
+        right |= {"va": "top", "bbox": _plate(theme), "zorder": 2.5}
+        note(ax, text, (high, cuda), (-4, -6), **right)
     _name_slope(ax, theme, low * 1.6, machine.hbm_bandwidth, "HBM", below=True)
     if machine.l2_bandwidth:
         below = reach[reach * machine.l2_bandwidth < peak]  # beyond, it is the roof itself
-        ax.plot(
-            below, below * machine.l2_bandwidth, color=theme.muted, lw=1.4, ls=(0, (6, 3)),
-        )  # fmt: skip
+        slope = below * machine.l2_bandwidth
+        ax.plot(below, slope, color=theme.muted, lw=1.4, ls=(0, (6, 3)))
         _name_slope(ax, theme, low * 1.6, machine.l2_bandwidth, "L2", below=False)
     places = sources.places(row["algorithm"] for row in rows)
     times = _given("seconds", seconds, labels, rows, least=1e-12)
@@ -118,10 +113,8 @@ def roofline(
         nbytes = left[n]
         if nbytes is not None:  # hollow and larger, so that a mark below it is seen
             diamond: dict[str, Any] = {"marker": "D", "ls": "none", "ms": 14, "mfc": "none"}
-            ax.plot(
-                [row["matmul_flops"] / nbytes], level[:1], mec=theme.text, mew=1.6, zorder=6,
-                **diamond, **where,
-            )  # fmt: skip
+            diamond |= {"mec": theme.text, "mew": 1.6, "zorder": 6, **where}
+            ax.plot([row["matmul_flops"] / nbytes], level[:1], **diamond)
         text = label + (f" (measured: {human(height[0], 'FLOP/s')})" if took is not None else "")
         names.append((spot, level[0], text, palette.ink(style["color"], theme), where))
     slowest = [row["matmul_flops"] / t for row, t in zip(rows, times, strict=True) if t is not None]
@@ -130,21 +123,15 @@ def roofline(
     if bars:
         _strip(ax, theme, bars * _BAR)
     for spot, tall, text, color, where in names:  # at the side of a bar that has more room
-        right = np.log(high / max(spot)) > np.log(min(spot) / low)
-        beside = max(spot) if right else min(spot)
-        side: dict[str, Any] = {
-            "xytext": (12 if right else -12, 0),
-            "ha": "left" if right else "right",
-        }
         if not where:  # above a bar of a measured height, which lies among the lines
-            beside, side = (
-                float(np.sqrt(min(spot) * max(spot))),
-                {"xytext": (0, 18), "ha": "center"},
-            )
-        ax.annotate(
-            text, (beside, tall), textcoords="offset points", va="center", color=color,
-            xycoords=where.get("transform", "data"), fontsize=11, fontweight="bold", zorder=7,
-            bbox=_plate(theme), **side,
+            beside, offset, ha = float(np.sqrt(min(spot) * max(spot))), (0, 18), "center"
+        elif np.log(high / max(spot)) > np.log(min(spot) / low):
+            beside, offset, ha = max(spot), (12, 0), "left"
+        else:
+            beside, offset, ha = min(spot), (-12, 0), "right"
+        note(
+            ax, text, (beside, tall), offset, where.get("transform", "data"), va="center", ha=ha,
+            color=color, fontsize=11, fontweight="bold", zorder=7, bbox=_plate(theme),
         )  # fmt: skip
     bound = [label for label, spot in zip(labels, spots, strict=True) if max(spot) < ridge]
     about = ", ".join(
@@ -176,10 +163,10 @@ def _name_slope(
     ax: Axes, theme: Theme, x: float, bandwidth: float, name: str, *, below: bool
 ) -> None:
     """Write a memory's bandwidth beside the sloped line that it bounds."""
-    ax.annotate(
-        f"{name} {human(bandwidth, 'B/s')}", (x, x * bandwidth), (8, -6) if below else (-4, 8),
-        textcoords="offset points", color=theme.text if below else theme.muted, fontsize=11,
-        ha="left", va="top" if below else "bottom", rotation=0, bbox=_plate(theme), zorder=2.5,
+    offset, color, va = ((8, -6), theme.text, "top") if below else ((-4, 8), theme.muted, "bottom")
+    note(
+        ax, f"{name} {human(bandwidth, 'B/s')}", (x, x * bandwidth), offset, color=color,
+        fontsize=11, ha="left", va=va, bbox=_plate(theme), zorder=2.5,
     )  # fmt: skip
 
 
@@ -237,10 +224,8 @@ def _strip(ax: Axes, theme: Theme, share: float) -> None:
     ax.axhspan(bottom, floor, facecolor=theme.panel, zorder=0)
     ax.set_ylim(bottom, top)
     ax.set_yticks(ticks)
-    ax.annotate(
-        "intensity only", (0, share), (6, -4), xycoords="axes fraction",
-        textcoords="offset points", color=theme.muted, va="top", fontsize=11,
-    )  # fmt: skip
+    look: dict[str, Any] = {"color": theme.muted, "va": "top", "fontsize": 11}
+    note(ax, "intensity only", (0, share), (6, -4), "axes fraction", **look)
 
 
 @themed
@@ -280,10 +265,7 @@ def roofline_series(
     reach = np.geomspace(low, high, 200)
     ax.plot(reach, np.minimum(reach * machine.hbm_bandwidth, peak), color=theme.text, lw=2.4)
     roofs = f"{human(peak, 'FLOP/s')} in {dtype}, HBM {human(machine.hbm_bandwidth, 'B/s')}"
-    ax.annotate(
-        roofs, (high, peak), (-4, 8),
-        textcoords="offset points", color=theme.muted, ha="right", fontsize=11,
-    )  # fmt: skip
+    note(ax, roofs, (high, peak), (-4, 8), color=theme.muted, ha="right", fontsize=11)
     for n, (label, series) in enumerate(data.items()):
         at, achieved = [p[1] for p in series], [p[2] for p in series]
         name, _, last = series[-1]
@@ -300,4 +282,4 @@ def roofline_series(
     names = list(dict.fromkeys(p[0] for p in points))
     about = f"{names[0]} to {names[-1]} along each line; right axis: per cent of the peak"
     heading(ax, theme, f"Measured speed below the roofline of {machine.name}", about)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.16, 1.08), fontsize=10.5)
+    beside_axes(ax, bbox_to_anchor=(1.16, 1.08), fontsize=10.5)

@@ -15,12 +15,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from flashsim.errors import OptionError, shown
 from flashsim.problem import checks
+from flashsim.viz import style
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import MARKERS, heading, human, ramp, series_style, themed, unit_axis
 
 
-@themed
+@style.themed
 def predicted_against_measured(
     points: Mapping[str, Sequence[tuple[float, float]]],
     *,
@@ -52,9 +52,9 @@ def predicted_against_measured(
         raise OptionError(f"measured values must be positive, got {every[:, 1].min():g}")
     for share in (checks.number("targets", share, low=0.0) for share in targets):
         ax.axhspan(-100 * share, 100 * share, color=theme.muted, alpha=0.12, lw=0, zorder=0)
-        ax.annotate(
-            f"{share:.0%}", (1, 100 * share), xycoords=("axes fraction", "data"), xytext=(-3, -2),
-            textcoords="offset points", ha="right", va="top", fontsize=11, color=theme.muted,
+        style.note(
+            ax, f"{share:.0%}", (1, 100 * share), (-3, -2), ("axes fraction", "data"), ha="right",
+            va="top", fontsize=11, color=theme.muted,
         )  # fmt: skip
     ax.axhline(0, color=theme.muted, lw=1.2, zorder=1)
     colors = len(theme.cycle)
@@ -62,12 +62,12 @@ def predicted_against_measured(
         pairs, shade = np.array(those, float).reshape(-1, 2), theme.cycle[n % colors]
         ax.plot(
             pairs[:, 1], 100 * (pairs[:, 0] / pairs[:, 1] - 1), ls="", ms=6, alpha=0.85,
-            marker=MARKERS[n % len(MARKERS)], color=shade,
+            marker=style.MARKERS[n % len(style.MARKERS)], color=shade,
             mfc=theme.background if n >= colors else shade,  # the palette begins again: hollow
             label=sources.writable("label", label),
         )  # fmt: skip
     ax.set_xscale("log")
-    unit_axis(ax.xaxis, unit)
+    style.unit_axis(ax.xaxis, unit)
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+.0f} %"))
     ax.grid(axis="y")
@@ -75,14 +75,12 @@ def predicted_against_measured(
     inside = np.abs(every[:, 0] / every[:, 1] - 1)
     # Rounded down, so that "100%" means every point.
     parts = [f"{100 * np.sum(inside <= t) // len(inside)}% within {t:.0%}" for t in targets]
-    heading(
-        ax, theme, "Predicted against measured",
-        f"{len(every)} points, mean error {np.mean(inside):.1%}, " + ", ".join(parts),
-    )  # fmt: skip
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    about = f"{len(every)} points, mean error {np.mean(inside):.1%}, " + ", ".join(parts)
+    style.heading(ax, theme, "Predicted against measured", about)
+    style.beside_axes(ax)
 
 
-@themed
+@style.themed
 def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) -> None:
     """Draw the bytes that a kernel would read with each tile size, divided by the measured bytes.
 
@@ -105,7 +103,7 @@ def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) 
         if all(e["curve"] != other["curve"] or e["name"] != other["name"] for other in drawn):
             drawn.append(e)
     for n, e in enumerate(drawn[:6]):
-        shade, marker = theme.cycle[n % len(theme.cycle)], MARKERS[n % len(MARKERS)]
+        shade, marker = theme.cycle[n % len(theme.cycle)], style.MARKERS[n % len(style.MARKERS)]
         sides, read = zip(*e["curve"], strict=True)
         ratios = [nbytes / e["measured"] for nbytes in read]
         ax.plot(sides, ratios, color=shade, lw=1.4, alpha=0.6)
@@ -122,7 +120,7 @@ def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) 
     ax.set_xlabel(" or ".join(dict.fromkeys(e["side"] for e in drawn[:6])))
     ax.set_ylabel("predicted / measured bytes read")
     ax.legend(fontsize=10)
-    heading(
+    style.heading(
         ax, theme, "Tile sizes that explain the measured reads",
         "lines: prediction for each tile size; marks: tile sizes that agree with the counters",
     )  # fmt: skip
@@ -131,7 +129,7 @@ def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) 
 _BANKS, _GAP, _MOST_ROWS = 32, 5, 72
 
 
-@themed
+@style.themed
 def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
     """Draw the words that a warp requests, by bank, shaded by the wavefront that serves each word.
 
@@ -157,7 +155,7 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
             f"these accesses span {rows} rows of 128 bytes in shared memory, but at most "
             f"{_MOST_ROWS} rows can be drawn; use fewer columns"
         )
-    shades = ramp(theme)
+    shades = style.ramp(theme)
     for n, (request, words) in enumerate(zip(requests, words_of, strict=True)):
         left, last = n * (_BANKS + _GAP), max(request.wavefronts, 4)
         cells = [
@@ -187,10 +185,10 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
     about = f"{names}; darker words are served later; {fewest}"
     if theme.name == "dark":
         about = about.replace("darker", "brighter")
-    heading(ax, theme, "Shared-memory banks that a warp's request uses", about)
+    style.heading(ax, theme, "Shared-memory banks that a warp's request uses", about)
 
 
-@themed
+@style.themed
 def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) -> None:
     """Draw visits, bytes and predicted time of one stage, each divided by its smallest value.
 
@@ -216,7 +214,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     blocks = [b for b in data.found if b.stage == stage]
     series: dict[str, tuple[list[float], Any]] = {
         "visits": ([b.visits for b in blocks], lambda x: f"{x:,}"),
-        "requested bytes": ([b.bytes for b in blocks], human),
+        "requested bytes": ([b.bytes for b in blocks], style.human),
         "predicted time": ([b.seconds or nan for b in blocks], lambda x: f"{1e3 * x:.3g} ms"),
     }
     rows = [b.tiling.block_q for b in blocks]
@@ -228,14 +226,14 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
         if np.isnan(heights).all():
             continue
         least = float(np.nanmin(heights))
-        over, style = heights / least, {**series_style(theme, n), "zorder": 3 + n}
+        over, marks = heights / least, {**style.series_style(theme, n), "zorder": 3 + n}
         label = f"{name} (1× = {written(int(least) if name == 'visits' else least)})"
         for height in dict.fromkeys(rows):
             mine = np.array(rows) == height
-            ax.plot(at[mine], over[mine], label=label, ms=8 - 1.5 * n, **style)
+            ax.plot(at[mine], over[mine], label=label, ms=8 - 1.5 * n, **marks)
             label = "_"
         # Later marks are smaller, so that both are visible where series meet.
-        hollow = {**style, "mfc": theme.background, "mew": 2, "ls": "none", "ms": 10 - 2.5 * n}
+        hollow = {**marks, "mfc": theme.background, "mew": 2, "ls": "none", "ms": 10 - 2.5 * n}
         ax.plot(at[~fits], over[~fits], **hollow)
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
@@ -244,9 +242,9 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     for height in dict.fromkeys(rows):
         mine = at[np.array(rows) == height]
         ax.axvspan(mine[0] - 0.5, mine[-1] + 0.5, color=theme.panel, zorder=0, lw=0)
-        ax.annotate(
-            f"{height} rows", (float(mine.mean()), 0), (0, -24), ha="center", va="top",
-            xycoords=("data", "axes fraction"), textcoords="offset points", fontweight="bold",
+        style.note(
+            ax, f"{height} rows", (float(mine.mean()), 0), (0, -24), ("data", "axes fraction"),
+            ha="center", va="top", fontweight="bold",
         )  # fmt: skip
     ax.grid(axis="y")
     ax.set_ylim(top=ax.get_ylim()[1] * 2.6)  # leaves room for the legend
@@ -256,7 +254,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
         f"{data.algorithm} {data.direction}, stage {stage}, {data.device.name}; hollow: does not "
         "fit on chip"
     )
-    heading(ax, theme, _message(blocks), about)
+    style.heading(ax, theme, _message(blocks), about)
     ax.legend(loc="upper right", ncols=len(series), fontsize=11, columnspacing=1.2)
 
 
@@ -267,13 +265,13 @@ def _message(blocks: list[Any]) -> str:
         best = min(timed, key=lambda b: b.seconds)
         return f"{best.tiling} tiles are predicted to be fastest: {1e3 * best.seconds:.3g} ms"
     best = min([b for b in blocks if b.blocks] or blocks, key=lambda b: b.bytes)
-    return f"{best.tiling} tiles move the fewest bytes: {human(best.bytes)}"
+    return f"{best.tiling} tiles move the fewest bytes: {style.human(best.bytes)}"
 
 
 _RESULTS = ("out", "dq", "dk", "dv")
 
 
-@themed
+@style.themed
 def precision(
     data: Any, *, kind: str | None = None, n: int | None = None, ax: Axes, theme: Theme
 ) -> None:
@@ -314,12 +312,12 @@ def precision(
         value = np.clip(
             np.where(np.isfinite(errors[:, column]), errors[:, column], high), low, high
         )
-        style = {**series_style(theme, column), "ls": "none", "ms": 6}
-        ax.vlines(at, low, value, color=style["color"], lw=1.2, alpha=0.5)
-        ax.plot(at, value, label=name, zorder=3, **style)
-        ax.annotate(  # once, above the marks of the first place
-            name, (at[0], value[0]), (0, 7), textcoords="offset points", rotation=90, ha="center",
-            va="bottom", fontsize=11, color=theme.text, bbox=behind,
+        marks = {**style.series_style(theme, column), "ls": "none", "ms": 6}
+        ax.vlines(at, low, value, color=marks["color"], lw=1.2, alpha=0.5)
+        ax.plot(at, value, label=name, zorder=3, **marks)
+        style.note(  # once, above the marks of the first place
+            ax, name, (at[0], value[0]), (0, 7), rotation=90, ha="center", va="bottom", fontsize=11,
+            color=theme.text, bbox=behind,
         )  # fmt: skip
     for position in range(0, len(findings), 2):
         ax.axvspan(position - 0.5, position + 0.5, color=theme.panel, lw=0, zorder=0)
@@ -331,11 +329,9 @@ def precision(
         ylabel="error relative to the result",
     )
     ax.grid(axis="y")
-    about = (
-        f"{data.algorithm}, {kind} inputs, N = {n:,}, d = {data.head_dim}; all other values are "
-        "float32"
-    )
+    about = f"{data.algorithm}, {kind} inputs, N = {n:,}, d = {data.head_dim}"
+    about += "; all other values are float32"
     worst = int(np.argmax(np.nan_to_num(errors[1:], posinf=np.inf).max(axis=1))) + 1
     title = f"Rounding {findings[worst].point} to {data.dtype} causes the largest error"
-    heading(ax, theme, title if len(findings) > 1 else f"The error of {data.dtype}", about)
+    style.heading(ax, theme, title if len(findings) > 1 else f"The error of {data.dtype}", about)
     ax.margins(x=0.01)

@@ -19,22 +19,12 @@ from flashsim.problem import checks
 from flashsim.schedule.names import CODES, COMPUTE
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
+from flashsim.viz import style
 from flashsim.viz.data import sources
-from flashsim.viz.palette import Theme, is_gradient, tint
-from flashsim.viz.style import (
-    DASHES,
-    HATCH,
-    MARKERS,
-    heading,
-    human,
-    ink_on,
-    name_marks,
-    themed,
-    unit_axis,
-)
+from flashsim.viz.palette import Theme, tint
 
 
-@themed
+@style.themed
 def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme: Theme) -> None:
     """Draw requested HBM bytes by tensor and direction, algorithms side by side.
 
@@ -54,7 +44,6 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     groups = sources.labelled(data)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
     width = 0.8 / len(ops)
-    shown: set[str] = set()
     middles: list[tuple[float, float, int, str]] = []
     totals: list[tuple[float, int, str]] = []
     for g, (label, source) in enumerate(groups.items()):
@@ -68,14 +57,12 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
             for tensor in sorted(parts, key=_place):  # the same order in every bar
                 by_op = parts[tensor]
                 if by_op[op]:
-                    base = tensor.removesuffix("_acc")
                     ax.bar(
-                        x, by_op[op], width * 0.92, bottom=bottom,
-                        color=tint(tensor, theme.name), edgecolor=theme.background, linewidth=0.8,
-                        hatch=HATCH if is_gradient(base) else None, gid=f"{label}/{op}/{tensor}",
+                        x, by_op[op], width * 0.92, bottom=bottom, linewidth=0.8,
+                        gid=f"{label}/{op}/{tensor}", **style.tensor_style(tensor, theme),
                     )  # fmt: skip
-                    shown.add(base)
-                    middles.append((x, bottom + by_op[op] / 2, by_op[op], base))
+                    name = tensor.removesuffix("_acc")
+                    middles.append((x, bottom + by_op[op] / 2, by_op[op], name))
                     bottom += by_op[op]
             if total:
                 totals.append((x, total, op))
@@ -102,19 +89,22 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
         ax.set_ylim(bottom=0)
     ax.set(ylabel="requested HBM bytes")
     about = ", ".join([sources.common(groups.values()), *alike])
-    heading(ax, theme, _message(groups), about)
-    unit_axis(ax.yaxis)
+    style.heading(ax, theme, _message(groups), about)
+    style.unit_axis(ax.yaxis)
     bars = len(groups) * len(ops)
     _name_totals(ax, theme, totals, heights, 11 if bars < 6 else 9.5 if bars < 9 else 7.6)
     small, unseen = _name_parts(ax, theme, middles)
-    handles: list[Any] = [tensor_patch(tensor, theme) for tensor in sorted(small, key=_place)][::-1]
+    handles: list[Any] = [
+        Patch(label=tensor, **style.tensor_style(tensor, theme))
+        for tensor in sorted(small, key=_place, reverse=True)
+    ]
     handles += [line for line in ax.lines if not str(line.get_label()).startswith("_")]
     if unseen:
         names_of = textwrap.fill(", ".join(sorted(unseen, key=_place)), 16)
         handles.append(Patch(alpha=0, label=f"too small to see:\n{names_of}"))
     if log:
         handles += ax.get_legend_handles_labels()[0][: len(ops)]
-    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
+    style.beside_axes(ax, handles=handles)
 
 
 def _message(groups: Mapping[str, Trace | Traffic]) -> str:
@@ -124,10 +114,10 @@ def _message(groups: Mapping[str, Trace | Traffic]) -> str:
         moved = {label: source.bytes() for label, source in groups.items()}
     most, least = max(moved, key=lambda n: moved[n]), min(moved, key=lambda n: moved[n])
     if len(moved) == 1:
-        return f"{most} moves {human(moved[most])}"
+        return f"{most} moves {style.human(moved[most])}"
     fewer = moved[most] / moved[least]
     if fewer < 1.005:
-        return f"All move {human(moved[most])}"
+        return f"All move {style.human(moved[most])}"
     return f"{least} moves {fewer:.{1 if fewer < 9.95 else 0}f}× fewer bytes than {most}"
 
 
@@ -158,7 +148,7 @@ def _levels(
                 [g - 0.46, g + 0.46], [value] * 2, color=theme.text, ls=ls, lw=1.8, label=label,
                 zorder=0.9,
             )  # fmt: skip
-        texts = [f"{name}\n{human(value)}" for value in values]
+        texts = [f"{name}\n{style.human(value)}" for value in values]
         if len(set(texts)) == 1:
             alike.append(texts[0].replace("\n", " "))
         else:
@@ -175,10 +165,7 @@ def _name_totals(
     size: float,
 ) -> None:
     """Write each bar's total above the bar, or higher if a dashed line would cross the number."""
-    inches = ax.figure.canvas.figure.get_size_inches() * (
-        ax.get_position().width,
-        ax.get_position().height,
-    )
+    inches = ax.figure.canvas.figure.get_size_inches() * ax.get_position().size
     wide, high = size / 72 / inches  # of the axes: a letter's width and height
     room = 2.9 * high * ax.get_ylim()[1]
     across = 0.62 * wide * (ax.get_xlim()[1] - ax.get_xlim()[0])
@@ -187,13 +174,11 @@ def _name_totals(
         base = float(total)
         if ax.get_yscale() == "linear":
             base = max([base, *(y for y in lines if total < y < total + room)])
-            if x - before < across * len(human(total)) and abs(base - there) < room:
+            if x - before < across * len(style.human(total)) and abs(base - there) < room:
                 base = there + room  # above the neighbouring bar's total
         before, there = x, base
-        text = ax.annotate(
-            f"{op}\n{human(total)}", (x, base), (0, 3), textcoords="offset points", ha="center",
-            va="bottom", fontsize=size, zorder=4,
-        )  # fmt: skip
+        look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": size, "zorder": 4}
+        text = style.note(ax, f"{op}\n{style.human(total)}", (x, base), (0, 3), **look)
         text.set_path_effects([withStroke(linewidth=3, foreground=theme.background)])
 
 
@@ -217,23 +202,13 @@ def _name_parts(
             shade = tint(tensor, theme.name)
             text = ax.text(
                 x, y, tensor, ha="center", va="center", fontsize=11, fontweight="bold",
-                color=ink_on(shade),
+                color=style.ink_on(shade),
             )  # fmt: skip
             text.set_path_effects([withStroke(linewidth=3.5, foreground=shade)])  # over a hatch
     return seen - named, {tensor for *_, tensor in parts} - seen
 
 
-def tensor_patch(tensor: str, theme: Theme) -> Patch:
-    """Return a legend entry for a tensor."""
-    return Patch(
-        facecolor=tint(tensor, theme.name),
-        edgecolor=theme.background,
-        hatch=HATCH if is_gradient(tensor) else None,
-        label=tensor,
-    )
-
-
-@themed
+@style.themed
 def cumulative(
     data: Any, *, quantity: str = "bytes", log: bool = False, ax: Axes, theme: Theme
 ) -> None:
@@ -254,10 +229,10 @@ def cumulative(
         walk = Steps(trace)
         steps = np.arange(1, len(walk) + 1)
         total = walk.hbm_bytes.sum(axis=1) if quantity == "bytes" else walk.flops
-        color = theme.cycle[n % len(theme.cycle)]
-        ax.plot(steps, total, color=color, ls=DASHES[n % len(DASHES)], label=label)
-        ax.plot(steps[-1:], total[-1:], MARKERS[n % len(MARKERS)], color=color, ms=9, zorder=3)
-        ends.append((int(steps[-1]), int(total[-1]), label, color))
+        look = style.series_style(theme, n)
+        ax.plot(steps, total, label=label, **{**look, "marker": ""})
+        ax.plot(steps[-1:], total[-1:], ms=9, zorder=3, **{**look, "ls": ""})
+        ends.append((int(steps[-1]), int(total[-1]), label, look["color"]))
     ax.set_ylim(0, ax.dataLim.y1 * 1.15)
     if log:
         ax.set_xscale("log")
@@ -267,17 +242,19 @@ def cumulative(
     what = "FLOPs" if quantity == "flops" else "requested HBM bytes"
     ax.set(xlabel="step (visit of a tile, or end of a row or column)", ylabel=f"{what} so far")
     least = min(ends, key=lambda end: end[1])
-    title = f"{least[2]} ends at {human(least[1], unit)}"
+    title = f"{least[2]} ends at {style.human(least[1], unit)}"
     if most > least[1]:
-        title += f", {max(ends, key=lambda end: end[1])[2]} at {human(most, unit)}"
+        title += f", {max(ends, key=lambda end: end[1])[2]} at {style.human(most, unit)}"
     about = sources.common(groups.values())
-    heading(ax, theme, title, about if about.startswith("1 head") else f"one head of {about}")
-    unit_axis(ax.yaxis, unit)
+    style.heading(ax, theme, title, about if about.startswith("1 head") else f"one head of {about}")
+    style.unit_axis(ax.yaxis, unit)
     ax.grid()
-    name_marks(ax, [(x, y, f"{label}: {human(y, unit)}", color) for x, y, label, color in ends])
+    style.name_marks(
+        ax, [(x, y, f"{label}: {style.human(y, unit)}", color) for x, y, label, color in ends]
+    )
 
 
-@themed
+@style.themed
 def sram_timeline(
     data: Any, *, stage: str | None = None, steps: tuple[int, int] = (0, 24), ax: Axes, theme: Theme
 ) -> None:
@@ -315,10 +292,14 @@ def sram_timeline(
     base = np.zeros(len(x))
     for column, name in enumerate(names):
         ax.fill_between(
-            x, base, levels[:, column], step="post", facecolor=tint(name, theme.name),
-            lw=0.3, hatch=HATCH if is_gradient(name) else None, edgecolor=theme.background,
+            x,
+            base,
+            levels[:, column],
+            step="post",
+            lw=0.3,
             label=name,
-        )  # fmt: skip
+            **style.tensor_style(name, theme),
+        )
         base = levels[:, column]
     peak, limit = int(levels.max()), trace.device.sram_bytes
     device = f"{trace.device.name}: {limit:,} B per block"
@@ -327,26 +308,22 @@ def sram_timeline(
         ax.set_ylim(0, max(limit, peak) * 1.1)
         ax.axhline(limit, color=theme.text, ls=(0, (5, 3)), lw=1.6, zorder=3)
         above = peak > limit  # then the label lies on the buffers
-        ax.annotate(
-            f"{device}, without registers" if above else device, (last, limit), (-4, 4),
-            textcoords="offset points", ha="right", va="bottom", zorder=4,
+        style.note(
+            ax, f"{device}, without registers" if above else device, (last, limit), (-4, 4),
+            ha="right", va="bottom", zorder=4,
             bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 3} if above else None,
         )  # fmt: skip
     else:
-        ax.annotate(
-            f"{peak / limit:.0%} of {device}", (1, 1), (-4, -4), xycoords="axes fraction",
-            textcoords="offset points", ha="right", va="top",
-        )  # fmt: skip
-    ax.set(
-        xlabel="step (each computes a tile)", ylabel="bytes on chip", xlim=(first, last),
-    )  # fmt: skip
+        share = f"{peak / limit:.0%} of {device}"
+        style.note(ax, share, (1, 1), (-4, -4), "axes fraction", ha="right", va="top")
+    ax.set(xlabel="step (each computes a tile)", ylabel="bytes on chip", xlim=(first, last))
     title = f"SRAM of one block, stage {part.name}: peak {peak:,} B"
-    heading(ax, theme, title, sources.common([trace], name=True))
-    unit_axis(ax.yaxis)
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), title="buffer", reverse=True)
+    style.heading(ax, theme, title, sources.common([trace], name=True))
+    style.unit_axis(ax.yaxis)
+    style.beside_axes(ax, title="buffer", reverse=True)
 
 
-@themed
+@style.themed
 def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     """Draw the difference in bytes between two traces, or between a trace and its prediction.
 
@@ -376,15 +353,10 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     shown = {key: change for key, change in changes.items() if change}
     size = min(12.5, 240 / max(len(shown), 1))  # as high as a bar on a slide
     for y, ((stage, op, tensor), change) in enumerate(shown.items()):
-        ax.barh(
-            y, change, color=tint(tensor, theme.name), edgecolor=theme.background,
-            hatch=HATCH if is_gradient(tensor) else None, gid=f"{stage}/{op}/{tensor}",
-        )  # fmt: skip
-        ax.annotate(
-            f"{'+' if change > 0 else '−'}{human(abs(change))}", (change, y),
-            (5 if change > 0 else -5, 0), textcoords="offset points", va="center",
-            ha="left" if change > 0 else "right", fontsize=size,
-        )  # fmt: skip
+        ax.barh(y, change, gid=f"{stage}/{op}/{tensor}", **style.tensor_style(tensor, theme))
+        sign, right, ha = ("+", 5, "left") if change > 0 else ("−", -5, "right")
+        text = f"{sign}{style.human(abs(change))}"
+        style.note(ax, text, (change, y), (right, 0), va="center", ha=ha, fontsize=size)
     names = [f"{stage}: {op} {tensor}" for stage, op, tensor in shown]
     ax.set_yticks(range(len(shown)), names, fontsize=size)
     ax.invert_yaxis()
@@ -396,8 +368,8 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     ax.set_xlabel("requested HBM bytes, difference")
     whole = f"{other} minus {first_label}"
     title = whole if len(whole) < 50 else f"{other}\nminus {first_label}"
-    heading(ax, theme, title, equal + sources.common([a, b]))
-    unit_axis(ax.xaxis)
+    style.heading(ax, theme, title, equal + sources.common([a, b]))
+    style.unit_axis(ax.xaxis)
     if not shown:
         ax.set_yticks([])
         ax.set_xlim(-1, 1)

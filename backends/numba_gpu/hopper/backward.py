@@ -25,6 +25,7 @@ from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
+from flashsim.backends.numba_gpu.hopper.key_gradients import key_gradients
 from flashsim.backends.numba_gpu.hopper.kv_outer import roles, share_of
 from flashsim.backends.numba_gpu.hopper.smem_layout import KeysOutside
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
@@ -33,19 +34,16 @@ from flashsim.backends.numba_gpu.tensor import softmax
 from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
 from flashsim.backends.numba_gpu.traversal import (
-    SLOTS,
     constants,
     device,
     quotient,
-    rows_of,
     walk_functions,
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
-#: Named barriers (0 is syncthreads): dS is written (if deferred, mbarriers are used instead); each
-#: warpgroup's piece of dQ is free, and full; no product of a work tile that a cluster shares reads
-#: a tile any more.
-_DS_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
+#: Named barriers (0 is syncthreads, and `key_gradients` uses 6): dS is written (if deferred,
+#: mbarriers are used instead); each warpgroup's piece of dQ is free, and full.
+_DS_READY, _DQ_FREE, _DQ_FULL = 1, 2, 4
 
 
 def hopper_backward_kernel(kernel: Kernel) -> Any:
@@ -105,10 +103,10 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
 
     # -- Fragments
     new_grad, load_columns = mma_tiles.zeros(d // 2), tensor_gradients.load_columns(block_q)
-    start_columns = gradients.start_columns(block_q)
     queue_scores = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=start)
     queue_dp = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=True)
-    scores_done = hopper.product_wait(1, block_q)  # dP's product may be pending
+    # A later product may be pending: dP after the scores, dV after dP, dK after dQ and dV.
+    first_done, all_done = hopper.product_wait(1), hopper.product_wait(0)
     scale_scores = softmax.scale_scores(1, block_q, softcap)
     mask = gradients.mask_columns(block_q, bool(c.left), bool(c.right))
     queue_dv = gradients.queue_dv(bf16, block_q, d, slices, softcap=softcap, start=start)
@@ -118,96 +116,45 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
     probabilities, masked_probabilities = f.probabilities, f.masked_probabilities
     slope_of, first_rows = f.slope, first_rows_of(kernel)
     queue_whole_dv = hopper.queue_output(bf16, d, block_q)  # a score function takes no slices
-    dp_done = hopper.product_wait(1, block_q)  # dV's product may be pending
     score_products = gradients.score_products(bf16, block_q)
     round_scores = hopper.round_operand(bf16, block_q)
     ds_place, dq_place = gradients.ds_place(ds_wide), gradients.dq_place(dq_rows)
     store_ds, stage_dq = gradients.store_ds(block_k, block_q, ds_wide), gradients.stage_dq(dq_rows)
     queue_dq = gradients.queue_dq(bf16, dq_rows, block_k, ds_wide)
     queue_dk = hopper.queue_output(bf16, d, block_q)
-    dq_done = hopper.product_wait(1, dq_rows)  # dV is complete too; dK's product may be pending
-    dv_done, grad_done = hopper.product_wait(1, d), hopper.product_wait(0, d)
-    last_dq_done = hopper.product_wait(0, dq_rows)
-    key_row, value_row = rows_of(c)
-    store_dk = hopper.store_output(bf16, d, key_row)
-    store_dv = hopper.store_output(bf16, d, value_row)
-    # The blocks of a cluster divide the existing columns of dK and of dV in pieces of 32.
-    blocks, share, across = c.cluster, share_of(c), at.row_of_threads
-    assert blocks == 1 or d * across <= at.region("ds"), "room for both"
-    pieces = -(-max(c.head_dim, c.head_dim_v) // 32)
-    lay_down, add_from = gradients.lay_down(d, across), gradients.add_from(32, across)
-    new_piece, uncounted = mma_tiles.zeros(16), hopper.uncounted
-    store_piece_dk = hopper.store_output(bf16, 32, key_row, later=True)
-    store_piece_dv = hopper.store_output(bf16, 32, value_row, later=True)
-    tiles_read, cluster_sync = hopper.named_sync(128 * at.groups), hopper.cluster_sync
     take, leave, visits_of = i.take, i.leave, i.visits
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
+    visit_of, stamp, stamp_block = w.visit, w.stamp, w.stamp_block
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
     wait_full, wait_free, arrive = hopper.wait_full, hopper.wait_free, hopper.arrive
     fence_shared = gradients.fence_shared
     ds_ready = hopper.named_sync(128 * at.groups)
     piece_free, piece_full = hopper.named_sync(160), hopper.named_arrive(160)
 
-    @device
-    def store(a, shared, slot, kv_heads, row0, dk, dv):
-        """Store dV and dK (times the scale) from registers to HBM."""
-        walk, stop = get(slot + word.WALK), get(slot + word.STOP)
-        batch = quotient(walk, kv_heads)
-        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
-        to = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
-        factors = a.scale, a.scale
-        report(tile_count + 8, store_dk(to, a.dk_row * 2, dk, factors, key, stop))
-        to = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
-        ones = float32(1.0), float32(1.0)
-        report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop))
+    def store_sums(row_of: Any) -> Any:
+        store = hopper.store_output(bf16, d, row_of)
+
+        @device
+        def store_rows(to, row_bytes, sums, factors, key, stop, group):
+            return store(to, row_bytes, sums, factors, key, stop)
+
+        return store_rows
+
+    share = share_of(c)
+    pieces = -(-max(c.head_dim, c.head_dim_v) // 32)  # existing columns only
 
     @device
-    def add_up(a, shared, slot, kv_heads, row0, dk, dv):
-        """Store dV and dK (times the scale), summed over the blocks of a cluster.
+    def place_of(piece, which, group):
+        column = int32((piece - which * pieces) * 32)
+        return (which * d + column) // 2, column
 
-        Each block writes its sums to shared memory, over tiles that it no longer needs. Each block
-        adds up all blocks' sums of some columns, in the order of the blocks.
-        """
-        mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
-        tiles_read(int32(_TILES_READ))  # no product reads a tile any more
-        lay_down(mine, dk)
-        lay_down(mine + d // 2 * across, dv)
-        cluster_sync()  # all blocks' sums are written
-        walk, stop = get(slot + word.WALK), get(slot + word.STOP)
-        batch = quotient(walk, kv_heads)
-        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
-        to_dk = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
-        to_dv = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
-        scales, ones = (a.scale, a.scale), (float32(1.0), float32(1.0))
-        piece, dk_bytes, dv_bytes = int32(cuda.blockIdx.x & (blocks - 1)), int32(0), int32(0)
-        while piece < 2 * pieces:
-            which = quotient(piece, pieces)  # 0: dK, 1: dV
-            column = int32((piece - which * pieces) * 32)
-            source = int32(mine + (which * d + column) // 2 * across)
-            sums, block = new_piece(), int32(0)
-            while block < blocks:
-                sums = add_from(sums, source, block)
-                block = uncounted(block + 1)
-            if which == 0:
-                row_bytes = a.dk_row * 2
-                dk_bytes += store_piece_dk(to_dk, row_bytes, sums, scales, key, stop, column)
-            else:
-                row_bytes = a.dv_row * 2
-                dv_bytes += store_piece_dv(to_dv, row_bytes, sums, ones, key, stop, column)
-            piece = uncounted(piece + blocks)
-        cluster_sync()  # the other blocks have read this block's sums
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
-        report(tile_count + 8, dk_bytes)
-        report(tile_count + 12, dv_bytes)
-
-    put_gradients = store if blocks == 1 else add_up
+    how = {"store_sums": store_sums, "place_of": place_of}
+    put_gradients = key_gradients(c, at, w, d, pieces, **how)
 
     @device
     def load_starts(shared, number):
         """Return the initial scores of the block's visit number `number`."""
-        return start_columns(load_columns(shared + lse_at + (number & 1) * (block_q * 4)))
+        return gradients.start_columns(load_columns(shared + lse_at + (number & 1) * (block_q * 4)))
 
     @device
     def queue_piece(shared, group, number):
@@ -269,10 +216,10 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                     starts = load_columns(lse)
                 deltas = load_columns(shared + delta_at + now)
                 if carry:
-                    dk = grad_done(dk)
+                    dk = all_done(dk)
                 if late:
-                    s = start_columns(starts)
-                dp = start_columns(deltas)
+                    s = gradients.start_columns(starts)
+                dp = gradients.start_columns(deltas)
                 if start:
                     s = queue_scores(s, k, shared + q_at + shift)
                 else:
@@ -280,7 +227,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                 dp = queue_dp(dp, v, dout)
                 if carry:
                     arrive(stage(shared + free, done + 1), speaking & (left < total))
-                s = scores_done(s)
+                s = first_done(s)
                 stamp(visit_stamp, 2)
                 # -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice --------------------
                 if scaled:
@@ -301,7 +248,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                     else:
                         p = probabilities(a, batch, head, s, starts, *place)
                     dv = queue_whole_dv(dv, p, dout)
-                    dp = dp_done(dp)
+                    dp = first_done(dp)
                 else:
                     if masked:
                         query = int32(get(slot + word.BASE) + tile * block_q)
@@ -341,7 +288,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                         ds_ready(int32(_DS_READY))
                     dq = queue_piece(shared, group, done - 1 if deferred else done)
                     dk = queue_dk(dk, ds, shared + q_at + shift)
-                    dq = dq_done(dq)
+                    dq = first_done(dq)  # and dV
                     if not deferred:  # the next work tile's K may be loaded
                         arrive(shared + k_free, speaking & (left == 1))
                     # -- dQ is sent while dK runs: staged here, sent by another warp --------------
@@ -351,14 +298,14 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                         hand_over(group, dq_mine, dq)
                 else:
                     dk = queue_dk(dk, ds, shared + q_at + shift)
-                    dv = dv_done(dv)
+                    dv = first_done(dv)
                     arrive(shared + k_free, speaking & (left == 1))
                 if early:  # if no visit follows, the values are loaded from this stage and not used
                     if left > 1:
                         wait_full(shared + full, done + 1)
                     s = load_starts(shared, done + 1)
                 if not carry:
-                    dk = grad_done(dk)
+                    dk = all_done(dk)
                     arrive(stage(shared + free, done), speaking)
                 stamp(visit_stamp, 4)
                 done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
@@ -367,8 +314,8 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
             if total > 0:
                 if deferred:  # the last visit's dQ
                     wait_full(shared + ds_full, done - 1)
-                    dq = last_dq_done(queue_piece(shared, group, done - 1))
-                dk, dv = grad_done(dk), grad_done(dv)
+                    dq = all_done(queue_piece(shared, group, done - 1))
+                dk, dv = all_done(dk), all_done(dv)
                 if carry:
                     arrive(stage(shared + free, done + 1), speaking)
                 if deferred:
@@ -378,7 +325,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
             else:
                 arrive(shared + v_free, speaking)
                 arrive(shared + k_free, speaking)
-            put_gradients(a, shared, slot, kv_heads, row0, dk, dv)
+            put_gradients(a, shared, slot, kv_heads, row0, group, dk, dv)
             leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             item = int32(item + 1)

@@ -101,8 +101,8 @@ def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -
     # -- Fragments
     depth = columns_taken(c.head_dim, c.head_dim_v, 16)
     queue_scores = hopper.queue_scores(bf16, block_k, depth, rows=block_q)
-    scores_done = hopper.product_wait(1, block_k)  # dP's product may be pending
-    dp_done, dq_done = hopper.product_wait(0, block_k), hopper.product_wait(0, wide)
+    all_done = hopper.product_wait(0)
+    scores_done = hopper.product_wait(1)  # dP's product may be pending
     scale_scores = softmax.scale_scores(1, block_k, softcap)
     mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, 1, block_k, by_row=True)
@@ -177,7 +177,7 @@ def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -
                 sums_arrive(int32(_P_FULL))
                 # -- dS = P (dP - delta) ----------------------------------------------------------
                 delta = load_rows(shared + delta_at + now)
-                dp = dp_done(dp)
+                dp = all_done(dp)
                 for chunk in range(chunks):
                     arrive(shared + dout_free + 8 * chunk, speaking)
                 # the next work tile's V may be loaded
@@ -190,7 +190,7 @@ def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -
                 own_sync(int32(_DS_WRITTEN))
                 sums_arrive(int32(_DS_FULL))
                 # -- dQ = dS K --------------------------------------------------------------------
-                dq = dq_done(queue_dq(shared + ds_at, shared + k_at))
+                dq = all_done(queue_dq(shared + ds_at, shared + k_at))
                 piece_free(int32(_DQ_FREE))  # the last visit's dQ is sent
                 stage_dq(dq_mine, dq)
                 fence_shared()
@@ -228,7 +228,7 @@ def _sums(
     assert at.chunks == 3, "the sums are three fragments"
 
     new_sum, queue_sum = mma_tiles.zeros(block_k // 2), wide_gradients.queue_sum(bf16, block_k)
-    first_done, second_done, last_done = (hopper.product_wait(n, block_k) for n in (2, 1, 0))
+    first_done, second_done, last_done = (hopper.product_wait(n) for n in (2, 1, 0))
     store_sums = wide_gradients.store_sums(bf16, block_k, rows_of(c)[values])
     take, leave = i.take, i.leave
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps

@@ -10,6 +10,7 @@ With many work tiles, the fused backward in the module `backward_roles` is faste
 of a CLUSTER share the visits of a work tile.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import gradients, wide_gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
+from flashsim.backends.numba_gpu.hopper.key_gradients import key_gradients
 from flashsim.backends.numba_gpu.hopper.kv_outer import roles, share_of
 from flashsim.backends.numba_gpu.hopper.smem_layout import (
     ColumnsDivided,
@@ -41,9 +43,8 @@ from flashsim.backends.numba_gpu.traversal import (
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
-#: Named barriers: P and dS are written; each warpgroup's piece of dQ is free, and full; no product
-#: of a work tile that a cluster shares reads a tile any more.
-_SCORES_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
+#: Named barriers: P and dS are written; each warpgroup's piece of dQ is free, and full.
+_SCORES_READY, _DQ_FREE, _DQ_FULL = 1, 2, 4
 
 
 def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
@@ -81,8 +82,8 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
     depth = columns_taken(c.head_dim, c.head_dim_v, 16)
     new_sums, load_columns = mma_tiles.zeros(columns // 2), tensor_gradients.load_columns(queries)
     queue_scores = hopper.queue_scores(bf16, queries, depth, rows=c.block_k, of=block_q)
-    scores_done = hopper.product_wait(1, queries)  # dP's product may be pending
-    dp_done = hopper.product_wait(0, queries)
+    all_done = hopper.product_wait(0)
+    scores_done = hopper.product_wait(1)  # dP's product may be pending
     scale_scores = softmax.scale_scores(1, queries, softcap)
     mask = gradients.mask_columns(queries, bool(c.left), bool(c.right))
     probabilities = wide_gradients.column_probabilities(queries, softcap)
@@ -92,33 +93,18 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
     has_mask, has_score, apply_mask = f.has_mask, f.has_score, f.mask
     probabilities_of, masked_probabilities = f.probabilities, f.masked_probabilities
     slope_of, first_rows = f.slope, first_rows_of(kernel)
-    score_products, add_columns = (
-        gradients.score_products(bf16, queries),
-        wide_gradients.add_to_columns(queries),
-    )
+    score_products = gradients.score_products(bf16, queries)
     scores_place = wide_gradients.scores_place
     store_scores = gradients.store_ds(c.block_k, queries, 64)
     queue_sums = wide_gradients.queue_columns(bf16, at, down=False, more=True)
     queue_dq = wide_gradients.queue_columns(bf16, at, down=True, more=False)
     groups = 2 if at.narrow else 1  # of products, for all columns of a warpgroup
-    dq_done, sums_done = (hopper.product_wait(n * groups, columns) for n in (2, 0))
+    dq_done = hopper.product_wait(2 * groups)
     # Without a staged dQ: everything except dK.
-    dv_done = hopper.product_wait(groups, columns)
+    dv_done = hopper.product_wait(groups)
     add_dq = wide_gradients.add_columns(at, rows_of(c)[0]) if fused and not staged else None
     rows_place = wide_gradients.rows_place
     stage_dq = wide_gradients.stage_rows(columns, block_q)
-    key_row, value_row = rows_of(c)
-    store_dk = wide_gradients.store_columns(bf16, at, key_row)
-    store_dv = wide_gradients.store_columns(bf16, at, value_row)
-    # The blocks of a cluster divide each warpgroup's columns of dK and of dV in pieces of 32.
-    blocks, share, across = c.cluster, share_of(c), at.row_of_threads
-    assert columns * across <= at.region("p"), "room for both"
-    pieces, wide_pieces = columns // 32, at.wide // 32
-    lay_down, add_from = gradients.lay_down(columns, across), gradients.add_from(32, across)
-    new_piece, uncounted = mma_tiles.zeros(16), hopper.uncounted
-    store_piece_dk = hopper.store_output(bf16, 32, key_row, later=True)
-    store_piece_dv = hopper.store_output(bf16, 32, value_row, later=True)
-    tiles_read, cluster_sync = hopper.named_sync(128 * at.groups), hopper.cluster_sync
     take, leave, visits_of = i.take, i.leave, i.visits
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
@@ -128,62 +114,19 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
     scores_ready = hopper.named_sync(128 * at.groups)
     piece_free, piece_full = hopper.named_sync(160), hopper.named_arrive(160)
 
-    @device
-    def store(a, shared, slot, kv_heads, row0, group, dk, dv):
-        """Store dV and dK (times the scale) from registers to HBM."""
-        walk, stop = get(slot + word.WALK), get(slot + word.STOP)
-        batch = quotient(walk, kv_heads)
-        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
-        to = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
-        factors = a.scale, a.scale
-        report(tile_count + 8, store_dk(to, a.dk_row * 2, dk, factors, key, stop, group))
-        to = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
-        ones = float32(1.0), float32(1.0)
-        report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop, group))
+    store_sums = partial(wide_gradients.store_columns, bf16, at)
+    share, pieces, wide_pieces = share_of(c), columns // 32, at.wide // 32
 
     @device
-    def add_up(a, shared, slot, kv_heads, row0, group, dk, dv):
-        """Store dV and dK (times the scale), summed over the blocks of a cluster.
+    def place_of(piece, which, group):
+        part = int32(piece - which * pieces)
+        column = int32(128 * group + 32 * part)
+        if part >= wide_pieces:  # the narrow columns
+            column = int32(64 + 32 * group)
+        return piece * 16, column
 
-        Each block writes its sums to shared memory, over tiles that it no longer needs. Each block
-        adds up all blocks' sums of some columns, in the order of the blocks.
-        """
-        mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
-        tiles_read(int32(_TILES_READ))  # no product reads a tile any more
-        lay_down(mine, dk)
-        lay_down(mine + columns // 2 * across, dv)
-        cluster_sync()  # all blocks' sums are written
-        walk, stop = get(slot + word.WALK), get(slot + word.STOP)
-        batch = quotient(walk, kv_heads)
-        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
-        to_dk = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
-        to_dv = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
-        scales, ones = (a.scale, a.scale), (float32(1.0), float32(1.0))
-        piece, dk_bytes, dv_bytes = int32(cuda.blockIdx.x & (blocks - 1)), int32(0), int32(0)
-        while piece < 2 * pieces:
-            which = quotient(piece, pieces)  # 0: dK, 1: dV
-            part = int32(piece - which * pieces)
-            column = int32(128 * group + 32 * part)
-            if part >= wide_pieces:  # the narrow columns
-                column = int32(64 + 32 * group)
-            source, sums, block = int32(mine + piece * (16 * across)), new_piece(), int32(0)
-            while block < blocks:
-                sums = add_from(sums, source, block)
-                block = uncounted(block + 1)
-            if which == 0:
-                row_bytes = a.dk_row * 2
-                dk_bytes += store_piece_dk(to_dk, row_bytes, sums, scales, key, stop, column)
-            else:
-                row_bytes = a.dv_row * 2
-                dv_bytes += store_piece_dv(to_dv, row_bytes, sums, ones, key, stop, column)
-            piece = uncounted(piece + blocks)
-        cluster_sync()  # the other blocks have read this block's sums
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
-        report(tile_count + 8, dk_bytes)
-        report(tile_count + 12, dv_bytes)
-
-    put_gradients = store if blocks == 1 else add_up
+    how = {"store_sums": store_sums, "place_of": place_of}
+    put_gradients = key_gradients(c, at, w, columns, pieces, **how)
 
     @device
     def consume(a, shared, group):
@@ -258,11 +201,11 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
                 # this stage before it reached the last visit's _SCORES_READY, which this warpgroup
                 # has passed.
                 store_scores(p_mine + turn, p)
-                dp = dp_done(dp)
+                dp = all_done(dp)
                 stamp(visit_stamp, 3)
                 # -- dS^T = P^T (dP^T - delta) ----------------------------------------------------
                 if has_score:
-                    ds = score_products(p, add_columns(dp, deltas))
+                    ds = score_products(p, wide_gradients.add_to_columns(dp, deltas))
                     ds = round_scores(slope_of(a, batch, head, s, ds, *place))
                 else:
                     ds = score_gradients(sloped, dp, deltas)
@@ -298,7 +241,7 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
                 if n == count:
                     member, n = int32(member + 1), int32(0)
             if total > 0:
-                dk, dv = sums_done(dk), sums_done(dv)
+                dk, dv = all_done(dk), all_done(dv)
                 arrive(stage(shared + free, done + 1), speaking)
             # the next work tile's V and K may be loaded
             arrive(shared + v_free, speaking)

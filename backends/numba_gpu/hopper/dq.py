@@ -176,9 +176,8 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
     new_dq = mma_tiles.zeros(d // 2)
     queue_scores = hopper.queue_scores(bf16, keys, d, of=block_k)  # also for dP
     queue_dq = hopper.queue_output(bf16, d, keys, of=block_k)
-    scores_done = hopper.product_wait(1, keys)  # dP's product may be pending
-    dp_done, dq_done = hopper.product_wait(0, keys), hopper.product_wait(0, d)
-    own_statistics = gradients.own_statistics
+    all_done = hopper.product_wait(0)
+    scores_done = hopper.product_wait(1)  # dP's product may be pending
     scale_scores = softmax.scale_scores(1, keys, softcap)
     mask = softmax.mask_rows(1, keys, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, 1, keys, by_row=True)
@@ -186,9 +185,7 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
     slope_of, first_rows = f.slope_alone, first_rows_of(kernel)
     # With a score function, the softcap's slope is part of `slope_of`.
     probabilities = gradients.row_probabilities(keys, softcap and not has_score)
-    score_gradients = gradients.row_gradients(keys)
     round_scores = hopper.round_operand(bf16, keys)
-    add_halves = gradients.add_halves(d)
     store_dq = hopper.store_output(bf16, d, rows_of(c)[0])
     take, leave, visits_of, visit_words = i.take, i.leave, i.visits, i.visit_words
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
@@ -234,7 +231,7 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
             visit_stamp = visit_stamps(a, walk, first, 1 + group)
             stamp_block(tile_stamp, False)
             own = int64(walk) * a.n_q * 4
-            lse, delta, row_bytes = own_statistics(
+            lse, delta, row_bytes = gradients.own_statistics(
                 a.lse + own, a.delta + own, query, get(slot + word.STOP)
             )
             dq = new_dq()
@@ -271,11 +268,11 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
                         t = apply_mask(a, batch, head, t, *place)
                 p = probabilities(t, lse, to_log2, a.softcap)
                 stamp(visit_stamp, n * visit_words + 3)
-                dp = dp_done(dp)
-                ds = score_gradients(p, dp, delta)
+                dp = all_done(dp)
+                ds = gradients.row_gradients(p, dp, delta)
                 if has_score:
                     ds = slope_of(a, batch, head, s, ds, *place)
-                dq = dq_done(queue_dq(dq, round_scores(ds), k + shift))
+                dq = all_done(queue_dq(dq, round_scores(ds), k + shift))
                 arrive(stage(shared + free, done), speaking)
                 stamp(visit_stamp, n * visit_words + 4)
                 done, n = int32(done + 1), int32(n + 1)
@@ -283,7 +280,7 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
             arrive(shared + own_free + part * 8, speaking)
             stop = get(slot + word.STOP)
             if split:  # the first warpgroup adds, always in this order
-                dq = add_halves(dq, shared + scratch_at, group)
+                dq = gradients.add_halves(dq, shared + scratch_at, group)
                 if group == 1:
                     stop, row_bytes = int32(0), int32(0)
             store(a, slot, query, dq, row_bytes, stop)

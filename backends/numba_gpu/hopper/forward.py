@@ -210,23 +210,15 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
     new_max = mma_tiles.full(2, NEG_INF)
     queue_scores = hopper.queue_scores(bf16, block_k, d)
     queue_output = hopper.queue_output(bf16, dv, block_k)
-    scores_done = hopper.product_wait(0, block_k)  # no other product is pending
-    # the output's product, queued later, may be pending
-    scores_first = hopper.product_wait(1, block_k)
-    output_done = hopper.product_wait(0, dv)
+    all_done = hopper.product_wait(0)
+    scores_first = hopper.product_wait(1)  # the output's product, queued later, may be pending
     scale_scores = softmax.scale_scores(1, block_k, softcap)
     mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, 1, block_k, by_row=True)
     has_mask, has_score, apply_score, apply_mask = f.has_mask, f.has_score, f.score, f.mask
     first_rows = first_rows_of(kernel)
-    row_max, softmax_base = softmax.row_max(1, block_k), softmax.softmax_base(1)
-    row_max_of_bits = softmax.row_max_of_bits(block_k)
-    row_by_row, scale_o = softmax.row_by_row(block_k), softmax.scale_rows(1, dv)
-    exponentials, finish_rows = softmax.exponentials(1, block_k), softmax.finish_rows(1)
     sinks, sink_of_head = kernel.sinks, sink_of(kernel)
-    finish_with_sink = softmax.finish_rows_with_sink(1)
     round_operand = hopper.round_operand(bf16, block_k)
-    store_lse = output.store_rows(1)
     store_output = hopper.store_output(bf16, dv, rows_of(c)[1])
     take, leave, visits_of, visit_words = i.take, i.leave, i.visits, i.visit_words
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
@@ -270,10 +262,10 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
         tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
         if sinks:
             sink = sink_of_head(a, head)
-            inverse, lse = finish_with_sink(m, l, to_log2 * float32(1 / LOG2E), sink)
+            inverse, lse = softmax.finish_rows_with_sink(m, l, to_log2 * float32(1 / LOG2E), sink)
         else:
-            inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
-        report(tile_count + 8, store_lse(a.lse + int64(walk) * a.n_q * 4, lse, query, stop))
+            inverse, lse = softmax.finish_rows(m, l, to_log2 * float32(1 / LOG2E))
+        report(tile_count + 8, output.store_rows(a.lse + int64(walk) * a.n_q * 4, lse, query, stop))
         out = a.o_data + (batch * a.o_batch + head * a.o_head) * 2
         report(tile_count + 4, store_output(out, a.o_row * 2, o, inverse, query, stop))
 
@@ -308,15 +300,15 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
                 stamp(visit_stamp, 0)
                 wait_full(shared + k_full, now)
                 stamp(visit_stamp, 1)
-                s = scores_done(queue_scores(q, shared + k_at + stage_number(now) * k_bytes))
+                s = all_done(queue_scores(q, shared + k_at + stage_number(now) * k_bytes))
                 arrive(stage(shared + k_free, now), speaking)
                 # The last scores are complete: the next work tile's Q may be loaded.
                 arrive(shared + q_free + group * 8, speaking and count == 1)
                 stamp(visit_stamp, 2)
                 s = shaped(s, a, slot, steps, int32(0), query)
-                m = row_max(m, s)
-                base = softmax_base(m, to_log2)
-                s, l = exponentials(s, base, l, l, to_log2)
+                m = softmax.row_max(m, s)
+                base = softmax.softmax_base(m, to_log2)
+                s, l = softmax.exponentials(s, base, l, l, to_log2)
                 p = round_operand(s)
                 stamp(visit_stamp, 3)
                 n = int32(1)
@@ -335,7 +327,7 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
                         my_turn(turn)  # the previous warpgroup has queued its products
                     queued = queue_scores(q, shared + k_at + stage_number(now) * k_bytes)
                     if late:
-                        o = scale_o(o, alpha)
+                        o = softmax.scale_rows(o, alpha)
                     wait_full(shared + v_full, last)
                     growing = queue_output(o, p, shared + v_at + stage_number(last) * v_bytes)
                     if turns:
@@ -344,19 +336,19 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
                     arrive(shared + q_free + group * 8, speaking and n == count - 1)
                     stamp(visit_stamp, n * visit_words + 2)
                     s = shaped(s, a, slot, steps, n, query)
-                    top, again = row_max_of_bits(m, s)
+                    top, again = softmax.row_max_of_bits(m, s)
                     if again:
-                        top = row_max(m, s)
-                    s, l, alpha = row_by_row(m, top, s, l, to_log2)
+                        top = softmax.row_max(m, s)
+                    s, l, alpha = softmax.row_by_row(m, top, s, l, to_log2)
                     m = top
                     arrive_behind(stage(shared + k_free, now), speaking, alpha[1])
                     stamp(visit_stamp, n * visit_words + 3)
-                    o = output_done(growing)
+                    o = all_done(growing)
                     stamp(visit_stamp, (n - 1) * visit_words + 4)
                     arrive(stage(shared + v_free, last), speaking)
                     p = round_operand(s)
                     if not late:
-                        o = scale_o(o, alpha)
+                        o = softmax.scale_rows(o, alpha)
                     n = int32(n + 1)
                     more = n < count
                     if more:
@@ -375,9 +367,9 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
                         stamp(visit_stamp, n * visit_words + 1)
                 # -- The last visit's output ----------------------------------------------------
                 if late:
-                    o = scale_o(o, alpha)
+                    o = softmax.scale_rows(o, alpha)
                 wait_full(shared + v_full, now)
-                o = output_done(queue_output(o, p, shared + v_at + stage_number(now) * v_bytes))
+                o = all_done(queue_output(o, p, shared + v_at + stage_number(now) * v_bytes))
                 stamp(visit_stamp, (count - 1) * visit_words + 4)
                 arrive(stage(shared + v_free, now), speaking)
                 now = after(now)

@@ -13,7 +13,17 @@ from numba.cuda import types
 
 from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import F32, I32, Values, emitted, f32, floats, i32, words
+from flashsim.backends.numba_gpu.emit import (
+    F32,
+    FRAGMENT,
+    I32,
+    Like,
+    emitted,
+    f32,
+    floats,
+    i32,
+    words,
+)
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
 from flashsim.backends.numba_gpu.hopper.wgmma_tiles import rounded
 from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
@@ -35,9 +45,7 @@ def load_statistics(block_q: int) -> Any:
     kind = floats(-(-block_q // 32))
 
     @emitted([kind, kind], int64, int64, int32, float32)
-    def load_statistics_(
-        b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, rows: ir.Value, unit: ir.Value
-    ) -> list[Values]:
+    def load_statistics_(b, lse, delta, rows, unit):
         starts, deltas = [], []
         for step in range(kind.count):
             row = b.add(lane_of(b), i32(32 * step))
@@ -61,7 +69,7 @@ def put_rows(block_q: int) -> Any:
     kind = floats(-(-block_q // 32))
 
     @emitted(None, int32, kind)
-    def put_rows_(b: ir.IRBuilder, address: ir.Value, values: Values) -> None:
+    def put_rows_(b, address, values):
         mine = b.add(address, b.shl(lane_of(b), i32(2)))
         for step, value in enumerate(values):
             at = b.add(mine, i32(128 * step))
@@ -74,14 +82,10 @@ def put_rows(block_q: int) -> Any:
     return put_rows_
 
 
-def start_columns(n: int) -> Any:
-    """Return ``start_columns(values) -> s``, an accumulator with one initial value per column."""
-
-    @emitted(floats(n // 2), floats(n // 4))
-    def start_columns_(b: ir.IRBuilder, values: Values) -> Values:
-        return [x for c in range(0, n // 4, 2) for x in ptx_hopper.twice(b, *values[c : c + 2])]
-
-    return start_columns_
+@emitted(Like(0, times=2), FRAGMENT)
+def start_columns(b, values):
+    """Return an accumulator with one initial value per column."""
+    return [x for c in range(0, len(values), 2) for x in ptx_hopper.twice(b, *values[c : c + 2])]
 
 
 def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -103,7 +107,7 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
     kind = floats(n // 2)
 
     @emitted(kind, kind, *[int32] * 6)
-    def mask_columns_(b: ir.IRBuilder, s: Values, *where: ir.Value) -> Values:
+    def mask_columns_(b, s, *where):
         key, query, offset, key_stop, window_left, window_right = where
         lane, limits = lane_of(b), []
         first = b.add(query, b.shl(b.and_(lane, i32(3)), i32(1)))
@@ -145,16 +149,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
     kind, grad = floats(n // 2), floats(d // 2)
 
     @emitted([kind, kind, grad], kind, kind, grad, float32, int32, float32, int32)
-    def queue_dv_(
-        b: ir.IRBuilder,
-        s: Values,
-        dp: Values,
-        dv: Values,
-        to_log2: ir.Value,
-        lse: ir.Value,
-        cap: ir.Value,
-        dout: ir.Value,
-    ) -> list[Values]:
+    def queue_dv_(b, s, dp, dv, to_log2, lse, cap, dout):
         p = list(s)
         inverse = ptx.reciprocal(b, cap) if softcap else None
         # Otherwise the assembler moves the multiplications of all slices before the first
@@ -208,7 +203,7 @@ def score_gradients(bf16: bool, n: int) -> Any:
     kind, begun = floats(n // 2), n // 4 if waits_halfway(n) else 0
 
     @emitted(words(n // 4), kind, kind)
-    def score_gradients_(b: ir.IRBuilder, p: Values, dp: Values) -> Values:
+    def score_gradients_(b, p, dp):
         ds = [x if e < begun else b.fmul(x, p[e]) for e, x in enumerate(dp)]
         return rounded(b, ds, bf16=bf16)
 
@@ -220,7 +215,7 @@ def score_products(bf16: bool, n: int) -> Any:
     kind = floats(n // 2)
 
     @emitted(kind, words(n // 4), kind)
-    def score_products_(b: ir.IRBuilder, p: Values, dp: Values) -> Values:
+    def score_products_(b, p, dp):
         p = [x for pair in p for x in ptx.unpack(b, bf16, pair)]
         return [b.fmul(x, y) for x, y in zip(p, dp, strict=True)]
 
@@ -238,7 +233,7 @@ def ds_place(wide: int) -> Any:
     """Return ``ds_place(ds, group) -> address``, this thread's swizzled row of dS^T."""
 
     @emitted(int32, int32, int32)
-    def ds_place_(b: ir.IRBuilder, ds: ir.Value, group: ir.Value) -> ir.Value:
+    def ds_place_(b, ds, group):
         lane, warp = lane_of(b), b.and_(b.lshr(ptx.special(b, "tid.x"), i32(5)), i32(3))
         row = b.add(b.shl(group, i32(6)), b.shl(warp, i32(4)))
         row = b.add(row, b.and_(lane, i32(15)))
@@ -253,7 +248,7 @@ def store_ds(block_k: int, n: int, wide: int) -> Any:
     """Return ``store_ds(place, ds)``, which stores a warpgroup's dS^T, 64 keys by `n` queries."""
 
     @emitted(None, int32, words(n // 4))
-    def store_ds_(b: ir.IRBuilder, to: ir.Value, ds: Values) -> None:
+    def store_ds_(b, to, ds):
         for x in range(n // 16):
             if wide == 16:
                 at = b.add(to, i32(x * block_k * 32))
@@ -273,7 +268,7 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
     steps = range(block_k // 16)
 
     @emitted(floats(rows // 2), int32, int32)
-    def queue_dq_(b: ir.IRBuilder, k: ir.Value, ds: ir.Value) -> Values:
+    def queue_dq_(b, k, ds):
         return ptx_hopper.wgmma(
             *(b, bf16, rows, None),
             ptx_hopper.descriptor(b, k, 0),
@@ -296,7 +291,7 @@ def dq_place(rows: int) -> Any:
     """
 
     @emitted(int32, int32)
-    def dq_place_(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
+    def dq_place_(b, dq):
         lane, warp = lane_of(b), b.and_(b.lshr(ptx.special(b, "tid.x"), i32(5)), i32(3))
         row = b.shl(b.and_(lane, i32(3)), i32(1))
         piece = b.add(b.shl(b.and_(warp, i32(1)), i32(2)), b.lshr(lane, i32(4)))
@@ -315,7 +310,7 @@ def stage_dq(rows: int) -> Any:
     """
 
     @emitted(None, int32, floats(rows // 2))
-    def stage_dq_(b: ir.IRBuilder, to: ir.Value, dq: Values) -> None:
+    def stage_dq_(b, to, dq):
         for x in range(4):
             # Rows 8 j + (lane % 4) 2 + p; the thread's next 8 h columns are 2 h pieces further.
             p, h = x % 2, x // 2
@@ -337,13 +332,7 @@ def reduce_dq(rows: int, wide: int, *, packed: bool) -> Any:
     back = [i32(ROUND)] if packed else []
 
     @emitted(None, int64, int32, int32, int32, int32, int32)
-    def reduce_dq_(
-        b: ir.IRBuilder,
-        tensor_map: ir.Value,
-        source: ir.Value,
-        column: ir.Value,
-        *place_in_tensor: ir.Value,
-    ) -> None:
+    def reduce_dq_(b, tensor_map, source, column, *place_in_tensor):
         row, head, batch = place_in_tensor
         for box in range(wide // 32):
             where = [b.add(column, i32(32 * box)), row, head, *back, batch]
@@ -359,14 +348,14 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 
 @emitted(None, int64, int32)
-def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
+def wait_turn(b, turn, mine):
     """Wait until `mine` blocks have added to a piece of dQ, so that this block may add to it."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
 
 @emitted(None, int64)
-def pass_turn(b: ir.IRBuilder, turn: ir.Value) -> None:
+def pass_turn(b, turn):
     """Wait until this thread's reductions are done, then increment `turn` for the next block."""
     ptx_hopper.reduce_wait(b, read=False)
     ptx_hopper.fence_async(b, "global")
@@ -384,7 +373,7 @@ def lay_down(n: int, apart: int) -> Any:
     """Return ``lay_down(place, sums)``, which stores a thread's sums at steps of `apart` bytes."""
 
     @emitted(None, int32, floats(n // 2))
-    def lay_down_(b: ir.IRBuilder, to: ir.Value, sums: Values) -> None:
+    def lay_down_(b, to, sums):
         for e, x in enumerate(sums):
             ptx_hopper.store_float(b, b.add(to, i32(e * apart)), x)
 
@@ -396,7 +385,7 @@ def add_from(n: int, apart: int) -> Any:
     kind = floats(n // 2)
 
     @emitted(kind, kind, int32, int32)
-    def add_from_(b: ir.IRBuilder, sums: Values, source: ir.Value, block: ir.Value) -> Values:
+    def add_from_(b, sums, source, block):
         there = ptx_hopper.address_in(b, source, block)
         return [
             b.fadd(x, ptx_hopper.load_float_from(b, there, e * apart)) for e, x in enumerate(sums)
@@ -414,7 +403,7 @@ def unit_of_starts(start: bool) -> Any:
     """
 
     @emitted(float32, float32)
-    def unit(b: ir.IRBuilder, scale: ir.Value) -> ir.Value:
+    def unit(b, scale):
         return b.fmul(ptx.reciprocal(b, scale), f32(-1.0)) if start else f32(-LOG2E)
 
     return unit

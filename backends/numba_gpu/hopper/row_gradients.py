@@ -2,22 +2,19 @@
 
 from typing import Any
 
-from llvmlite import ir
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32
+from flashsim.backends.numba_gpu.emit import FRAGMENT, Like, emitted, f32, floats, i32
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import elements, elements_of, lane_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 @emitted([floats(2), floats(2), int32], int64, int64, int32, int32)
-def own_statistics(
-    b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, row: ir.Value, stop: ir.Value
-) -> list[Any]:
+def own_statistics(b, lse, delta, row, stop):
     """Return ``own_statistics``, which loads the log-sum-exp and delta of a thread's rows.
 
     The signature is ``own_statistics(lse, delta, row, stop) -> lse, delta, bytes``. The returned
@@ -48,9 +45,7 @@ def row_probabilities(n: int, softcap: bool) -> Any:
     kind = floats(n // 2)
 
     @emitted(kind, kind, floats(2), float32, float32)
-    def row_probabilities_(
-        b: ir.IRBuilder, s: Values, lse: Values, to_log2: ir.Value, cap: ir.Value
-    ) -> Values:
+    def row_probabilities_(b, s, lse, to_log2, cap):
         minus, p = [b.fmul(x, f32(-1.0)) for x in lse], list(s)
         inverse = ptx.reciprocal(b, cap) if softcap else None
         for at, _, _, x in elements(1, n):
@@ -63,39 +58,30 @@ def row_probabilities(n: int, softcap: bool) -> Any:
     return row_probabilities_
 
 
-def row_gradients(n: int) -> Any:
-    """Return ``row_gradients(p, dp, delta) -> ds``, where dS = P (dP - delta)."""
-    kind = floats(n // 2)
-
-    @emitted(kind, kind, kind, floats(2))
-    def row_gradients_(b: ir.IRBuilder, p: Values, dp: Values, delta: Values) -> Values:
-        return [b.fmul(p[at], b.fsub(dp[at], delta[x // 2])) for at, _, _, x in elements(1, n)]
-
-    return row_gradients_
+@emitted(Like(0), *[FRAGMENT] * 3)
+def row_gradients(b, p, dp, delta):
+    """Return dS = P (dP - delta)."""
+    return [b.fmul(p[at], b.fsub(dp[at], delta[x // 2])) for at, _, _, x in elements_of(p, delta)]
 
 
-def add_halves(d: int) -> Any:
-    """Return ``add_halves(dq, scratch, group) -> dq``, which adds the dQ of two warpgroups.
+@emitted(Like(0), FRAGMENT, int32, int32)
+def add_halves(b, dq, scratch, group):
+    """Return the sum of the dQ of two warpgroups.
 
     Only warpgroup 0 gets the sum. Warpgroup 1 passes its dQ through `scratch` (16 KiB of shared
     memory), 64 columns at a time. Named barrier 1 signals both that `scratch` is free and that it
     is full.
     """
-
-    @emitted(floats(d // 2), floats(d // 2), int32, int32)
-    def add_halves_(b: ir.IRBuilder, dq: Values, scratch: ir.Value, group: ir.Value) -> Values:
-        thread = b.and_(ptx.special(b, "tid.x"), i32(127))
-        mine, total = b.add(scratch, b.shl(thread, i32(2))), list(dq)
-        gives = b.icmp_unsigned("==", group, i32(1))
-        for first in range(0, d // 2, 32):
-            ptx_hopper.named_sync(b, i32(1), 256)  # warpgroup 0 has read the last columns
-            with b.if_then(gives):
-                for e in range(32):
-                    ptx_hopper.store_float(b, b.add(mine, i32(512 * e)), dq[first + e])
-            ptx_hopper.named_sync(b, i32(1), 256)  # the other half's columns are complete
-            for e in range(32):  # warpgroup 1's sums are not used
-                other = ptx.load_shared_float(b, b.add(mine, i32(512 * e)))
-                total[first + e] = b.fadd(dq[first + e], other)
-        return total
-
-    return add_halves_
+    thread = b.and_(ptx.special(b, "tid.x"), i32(127))
+    mine, total = b.add(scratch, b.shl(thread, i32(2))), list(dq)
+    gives = b.icmp_unsigned("==", group, i32(1))
+    for first in range(0, len(dq), 32):
+        ptx_hopper.named_sync(b, i32(1), 256)  # warpgroup 0 has read the last columns
+        with b.if_then(gives):
+            for e in range(32):
+                ptx_hopper.store_float(b, b.add(mine, i32(512 * e)), dq[first + e])
+        ptx_hopper.named_sync(b, i32(1), 256)  # the other half's columns are complete
+        for e in range(32):  # warpgroup 1's sums are not used
+            other = ptx.load_shared_float(b, b.add(mine, i32(512 * e)))
+            total[first + e] = b.fadd(dq[first + e], other)
+    return total

@@ -14,7 +14,18 @@ from numba.cuda.extending import intrinsic
 
 from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import I1, I32, I64, Values, emitted, floats, i32, words
+from flashsim.backends.numba_gpu.emit import (
+    FRAGMENT,
+    I1,
+    I32,
+    I64,
+    Like,
+    Values,
+    emitted,
+    floats,
+    i32,
+    words,
+)
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
 from flashsim.backends.numba_gpu.mma_tiles import RowWidth, lane_of
 
@@ -26,7 +37,7 @@ _BARRIER = 8  # bytes
 
 
 @emitted(int32)
-def warpgroup(b: ir.IRBuilder) -> ir.Value:
+def warpgroup(b):
     """Return the number of this thread's warpgroup in the block, uniform over a warp."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(7))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
@@ -34,7 +45,7 @@ def warpgroup(b: ir.IRBuilder) -> ir.Value:
 
 
 @emitted(int32)
-def warp(b: ir.IRBuilder) -> ir.Value:
+def warp(b):
     """Return the number of this thread's warp in the block, uniform over a warp."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(5))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
@@ -42,7 +53,7 @@ def warp(b: ir.IRBuilder) -> ir.Value:
 
 
 @emitted(types.boolean)
-def speaks(b: ir.IRBuilder) -> ir.Value:
+def speaks(b):
     """Return whether this thread arrives at barriers on behalf of its warp."""
     return b.icmp_unsigned("==", lane_of(b), i32(0))
 
@@ -62,7 +73,7 @@ def barriers_begin(counts: dict[int, int]) -> Any:
     """
 
     @emitted(None, int32)
-    def barriers_begin_(b: ir.IRBuilder, base: ir.Value) -> None:
+    def barriers_begin_(b, base):
         for at, arrivals in counts.items():
             ptx_hopper.barrier_init(b, b.add(base, i32(at)), arrivals)
         ptx_hopper.barrier_init_fence(b)
@@ -99,14 +110,14 @@ class Ring:
         lap = {2: 1, 3: 2}[stages]  # the index of its bit
         low = i32((1 << lap) - 1)
 
-        def barrier_of(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> ir.Value:
+        def barrier_of(b, barriers, position):
             return b.add(barriers, b.shl(b.and_(position, low), i32(3)))
 
-        def lap_of(b: ir.IRBuilder, position: ir.Value) -> ir.Value:
+        def lap_of(b, position):
             return b.and_(b.lshr(position, i32(lap)), i32(1))
 
         @emitted(int32, int32)
-        def after(b: ir.IRBuilder, position: ir.Value) -> ir.Value:
+        def after(b, position):
             following = b.add(position, i32(1))
             if stages == 2:
                 return following
@@ -114,19 +125,19 @@ class Ring:
             return b.select(none, b.add(position, i32(2)), following)
 
         @emitted(int32, int32)
-        def place(b: ir.IRBuilder, position: ir.Value) -> ir.Value:
+        def place(b, position):
             return b.and_(position, low)
 
         @emitted(int32, int32, int32)
-        def stage(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> ir.Value:
+        def stage(b, barriers, position):
             return barrier_of(b, barriers, position)
 
         @emitted(None, int32, int32)
-        def wait_full(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> None:
+        def wait_full(b, barriers, position):
             ptx_hopper.barrier_wait(b, barrier_of(b, barriers, position), lap_of(b, position))
 
         @emitted(None, int32, int32)
-        def wait_free(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> None:
+        def wait_free(b, barriers, position):
             barrier = barrier_of(b, barriers, position)
             ptx_hopper.barrier_wait(b, barrier, b.xor(lap_of(b, position), i32(1)))
 
@@ -140,7 +151,7 @@ stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 
 
 @emitted(None, int32, types.boolean, types.float32)
-def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: ir.Value) -> None:
+def arrive_behind(b, barrier, condition, alpha):
     """Arrive at a barrier, where `condition` holds, after `alpha` of row 1 has been computed.
 
     `alpha` rescales row 1 of O. `alpha` is an exponential, so a test whether `alpha` is negative
@@ -179,7 +190,7 @@ put = emitted(None, int32, int32)(ptx.store_shared)
 
 
 @emitted(int32, int32)
-def get(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def get(b, address):
     """Load a 32-bit integer from shared memory."""
     return ptx.asm(b, "ld.shared.b32 $0, [$1];", "=r,r", [address], I32, effects=True)
 
@@ -211,13 +222,7 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
     back = [i32(ROUND)] if packed else []
 
     @emitted(None, int32, int64, int32, int32, int32, int32)
-    def copy_tile_(
-        b: ir.IRBuilder,
-        to: ir.Value,
-        tensor_map: ir.Value,
-        barrier: ir.Value,
-        *coordinates: ir.Value,
-    ) -> None:
+    def copy_tile_(b, to, tensor_map, barrier, *coordinates):
         row, head, batch = coordinates
 
         def copy(chunk: int) -> None:
@@ -248,15 +253,7 @@ def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
     back = [i32(ROUND)] if packed else []
 
     @emitted(None, int32, int64, *[int32] * 6)
-    def copy_chunks_(
-        b: ir.IRBuilder,
-        to: ir.Value,
-        tensor_map: ir.Value,
-        full: ir.Value,
-        free: ir.Value,
-        parity: ir.Value,
-        *coordinates: ir.Value,
-    ) -> None:
+    def copy_chunks_(b, to, tensor_map, full, free, parity, *coordinates):
         row, head, batch = coordinates
         for chunk in range(chunks):
             barrier = b.add(full, i32(chunk * _BARRIER))
@@ -289,21 +286,14 @@ def queue_scores(
     steps = range(depth // 16)
     left_at = [ptx_hopper.along_row(x, rows) for x in steps]
     right_at = [ptx_hopper.along_row(x, of or n) for x in steps]
-    kind = floats(n // 2)
 
-    def queue(b: ir.IRBuilder, s: Values | None, q: ir.Value, k: ir.Value) -> Values:
+    @emitted(floats(n // 2), *[FRAGMENT] * more, int32, int32)
+    def queue_scores_(b, *operands):
+        *s, q, k = operands
         tiles = ptx_hopper.descriptor(b, q, 0), ptx_hopper.descriptor(b, k, 0)
-        return ptx_hopper.wgmma(b, bf16, n, s, *tiles, left_at, right_at)
+        return ptx_hopper.wgmma(b, bf16, n, s[0] if more else None, *tiles, left_at, right_at)
 
-    @emitted(kind, int32, int32)
-    def queue_scores_(b: ir.IRBuilder, q: ir.Value, k: ir.Value) -> Values:
-        return queue(b, None, q, k)
-
-    @emitted(kind, kind, int32, int32)
-    def queue_more_(b: ir.IRBuilder, s: Values, q: ir.Value, k: ir.Value) -> Values:
-        return queue(b, s, q, k)
-
-    return queue_more_ if more else queue_scores_
+    return queue_scores_
 
 
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
@@ -314,7 +304,7 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
-    def queue_output_(b: ir.IRBuilder, o: Values, p: Values, v: ir.Value) -> Values:
+    def queue_output_(b, o, p, v):
         right = ptx_hopper.descriptor(b, v, (of or depth) * 128)
         right_at = [ptx_hopper.down_rows(x) for x in range(depth // 16)]
         return ptx_hopper.wgmma(b, bf16, n, o, p, right, [], right_at, right_down=True)
@@ -322,9 +312,9 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
     return queue_output_
 
 
-def product_wait(pending: int, n: int) -> Any:
+def product_wait(pending: int) -> Any:
     """Return ``product_wait(c) -> c``, which waits for all groups except the last `pending`."""
-    return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
+    return emitted(Like(0), FRAGMENT)(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 
 def round_operand(bf16: bool, n: int) -> Any:
@@ -350,16 +340,7 @@ def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))
-    def store_output_(
-        b: ir.IRBuilder,
-        address: ir.Value,
-        row_bytes: ir.Value,
-        o: Values,
-        factors: Values,
-        row: ir.Value,
-        stop: ir.Value,
-        *begin: ir.Value,
-    ) -> ir.Value:
+    def store_output_(b, address, row_bytes, o, factors, row, stop, *begin):
         lane, stored = lane_of(b), i32(0)
         column = b.shl(b.and_(lane, i32(3)), i32(3))
         for first in begin:

@@ -11,7 +11,18 @@ from llvmlite import ir
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import I1, I64, Values, emitted, f32, floats, i32, words
+from flashsim.backends.numba_gpu.emit import (
+    FRAGMENT,
+    I1,
+    I64,
+    Like,
+    Values,
+    emitted,
+    f32,
+    floats,
+    i32,
+    words,
+)
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ColumnsDivided
 from flashsim.backends.numba_gpu.hopper.wgmma_tiles import rounded, store_output, transposed_quad
@@ -35,7 +46,7 @@ def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
 
 
 @emitted(int32, int32, int32)
-def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
+def scores_place(b, tile, group):
     """Return the address of this thread's row of P^T or dS^T in shared memory.
 
     Each warpgroup computes 32 of a row's 64 queries. `gradients.store_ds` takes this address.
@@ -56,9 +67,7 @@ def column_probabilities(n: int, softcap: bool) -> Any:
     kind = floats(n // 2)
 
     @emitted([kind, kind], kind, floats(n // 4), float32, float32)
-    def column_probabilities_(
-        b: ir.IRBuilder, s: Values, lse: Values, to_log2: ir.Value, cap: ir.Value
-    ) -> list[Values]:
+    def column_probabilities_(b, s, lse, to_log2, cap):
         p = [ptx.exp2(b, b.fma(x, to_log2, lse[e // 4 * 2 + e % 2])) for e, x in enumerate(s)]
         if not softcap:
             return [p, p]
@@ -76,7 +85,7 @@ def column_gradients(bf16: bool, n: int) -> Any:
     kind = floats(n // 2)
 
     @emitted(words(n // 4), kind, kind, floats(n // 4))
-    def column_gradients_(b: ir.IRBuilder, p: Values, dp: Values, delta: Values) -> Values:
+    def column_gradients_(b, p, dp, delta):
         ds = [
             b.fmul(x, b.fadd(y, delta[e // 4 * 2 + e % 2]))
             for e, (x, y) in enumerate(zip(p, dp, strict=True))
@@ -86,15 +95,10 @@ def column_gradients(bf16: bool, n: int) -> Any:
     return column_gradients_
 
 
-def add_to_columns(n: int) -> Any:
-    """Return ``add_to_columns(dp, values) -> dp``, which adds one number to each column."""
-    kind = floats(n // 2)
-
-    @emitted(kind, kind, floats(n // 4))
-    def add_to_columns_(b: ir.IRBuilder, dp: Values, values: Values) -> Values:
-        return [b.fadd(x, values[e // 4 * 2 + e % 2]) for e, x in enumerate(dp)]
-
-    return add_to_columns_
+@emitted(Like(0), FRAGMENT, FRAGMENT)
+def add_to_columns(b, dp, values):
+    """Return dP with one number added to each column."""
+    return [b.fadd(x, values[e // 4 * 2 + e % 2]) for e, x in enumerate(dp)]
 
 
 def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> Any:
@@ -109,18 +113,18 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
         parts.append((at.narrow, 64, at.block_q * 128, at.wide // 2))
-    steps, kind = range(4), floats((at.wide + at.narrow) // 2)
+    steps = range(4)
     left_at = [ptx_hopper.down_rows(x) if down else ptx_hopper.along_row(x, 64) for x in steps]
     right_at = [ptx_hopper.down_rows(x) for x in steps]
 
-    def queue(
-        b: ir.IRBuilder, sums: Values | None, scores: ir.Value, tile: ir.Value, group: ir.Value
-    ) -> Values:
+    @emitted(floats((at.wide + at.narrow) // 2), *[FRAGMENT] * more, int32, int32, int32)
+    def queue_columns_(b, *operands):
+        *sums, scores, tile, group = operands
         found = []
         for n, apart, first, begin in parts:
             where = b.add(b.add(tile, i32(first)), b.mul(group, i32(apart)))
             found += ptx_hopper.wgmma(
-                *(b, bf16, n, sums[begin : begin + n // 2] if sums else None),
+                *(b, bf16, n, sums[0][begin : begin + n // 2] if more else None),
                 ptx_hopper.descriptor(b, scores, 0),
                 ptx_hopper.descriptor(b, where, at.block_q * 128),
                 *(left_at, right_at),
@@ -129,19 +133,7 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
             )
         return found
 
-    @emitted(kind, int32, int32, int32)
-    def queue_columns_(
-        b: ir.IRBuilder, scores: ir.Value, tile: ir.Value, group: ir.Value
-    ) -> Values:
-        return queue(b, None, scores, tile, group)
-
-    @emitted(kind, kind, int32, int32, int32)
-    def queue_more_(
-        b: ir.IRBuilder, sums: Values, scores: ir.Value, tile: ir.Value, group: ir.Value
-    ) -> Values:
-        return queue(b, sums, scores, tile, group)
-
-    return queue_more_ if more else queue_columns_
+    return queue_columns_
 
 
 def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
@@ -155,16 +147,7 @@ def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
     store_narrow = store_output(bf16, at.narrow, row_of, later=True).__wrapped__
 
     @emitted(int32, int64, int32, floats(count), floats(2), *[int32] * 3)
-    def store_columns_(
-        b: ir.IRBuilder,
-        address: ir.Value,
-        row_bytes: ir.Value,
-        sums: Values,
-        factors: Values,
-        row: ir.Value,
-        stop: ir.Value,
-        group: ir.Value,
-    ) -> ir.Value:
+    def store_columns_(b, address, row_bytes, sums, factors, row, stop, group):
         given, cut = (b, address, row_bytes), at.wide // 2
         first = b.shl(group, i32(7))
         stored = store_wide(*given, sums[:cut], factors, row, stop, first)
@@ -186,9 +169,7 @@ def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
     assert not at.narrow, "the narrow columns are not added"
 
     @emitted(int32, int64, floats(at.wide // 2), int32, int32)
-    def add_columns_(
-        b: ir.IRBuilder, address: ir.Value, dq: Values, rows: ir.Value, group: ir.Value
-    ) -> ir.Value:
+    def add_columns_(b, address, dq, rows, group):
         lane, added = lane_of(b), i32(0)
         column = b.add(b.shl(group, i32(7)), b.shl(b.and_(lane, i32(3)), i32(1)))
         for half in range(2):
@@ -215,7 +196,7 @@ def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
 
 
 @emitted(floats(2), int32)
-def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
+def load_rows(b, address):
     """Load one float32 for each of this thread's two rows from shared memory at `address`."""
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane_of(b), i32(2)))
     mine = b.add(address, b.shl(row, i32(2)))
@@ -223,7 +204,7 @@ def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
 
 
 @emitted(int32, int32)
-def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
+def keys_place(b, tile):
     """Return where this thread stores the first keys of P^T or dS^T in `tile`."""
     lane = lane_of(b)
     key = b.add(b.shl(b.lshr(lane, i32(4)), i32(3)), b.and_(lane, i32(7)))
@@ -242,14 +223,7 @@ def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
     kind = floats(n // 2)
 
     @emitted(kind, int32, kind, floats(2), float32, float32)
-    def store_probabilities_(
-        b: ir.IRBuilder,
-        place: ir.Value,
-        s: Values,
-        lse: Values,
-        to_log2: ir.Value,
-        cap: ir.Value,
-    ) -> Values:
+    def store_probabilities_(b, place, s, lse, to_log2, cap):
         inverse = ptx.reciprocal(b, cap) if softcap else None
         found: Values = []
         for first in range(0, n // 2, 8):
@@ -273,9 +247,7 @@ def store_gradients(bf16: bool, n: int) -> Any:
     kind = floats(n // 2)
 
     @emitted(None, int32, kind, kind, floats(2))
-    def store_gradients_(
-        b: ir.IRBuilder, place: ir.Value, p: Values, dp: Values, delta: Values
-    ) -> None:
+    def store_gradients_(b, place, p, dp, delta):
         for first in range(0, n // 2, 8):
             ds = [b.fmul(p[e], b.fadd(dp[e], delta[e // 2 % 2])) for e in range(first, first + 8)]
             at = b.add(place, i32(first // 8 * 16 * 128))
@@ -289,7 +261,7 @@ def queue_dq(bf16: bool, n: int, keys: int) -> Any:
     steps = [ptx_hopper.down_rows(x) for x in range(keys // 16)]
 
     @emitted(floats(n // 2), int32, int32)
-    def queue_dq_(b: ir.IRBuilder, ds: ir.Value, k: ir.Value) -> Values:
+    def queue_dq_(b, ds, k):
         tiles = ptx_hopper.descriptor(b, ds, 0), ptx_hopper.descriptor(b, k, keys * 128)
         ways = {"left_down": True, "right_down": True}
         return ptx_hopper.wgmma(b, bf16, n, None, *tiles, steps, steps, **ways)
@@ -308,7 +280,7 @@ def queue_sum(bf16: bool, keys: int) -> Any:
     kind = floats(keys // 2)
 
     @emitted(kind, kind, int32, int32)
-    def queue_sum_(b: ir.IRBuilder, c: Values, chunk: ir.Value, scores: ir.Value) -> Values:
+    def queue_sum_(b, c, chunk, scores):
         tiles = ptx_hopper.descriptor(b, chunk, 0), ptx_hopper.descriptor(b, scores, 0)
         return ptx_hopper.wgmma(b, bf16, keys, c, *tiles, left_at, right_at, left_down=True)
 
@@ -325,17 +297,7 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
     kind = floats(keys // 2)
 
     @emitted(int32, int64, int32, kind, kind, kind, float32, int32, int32)
-    def store_sums_(
-        b: ir.IRBuilder,
-        address: ir.Value,
-        row_bytes: ir.Value,
-        low: Values,
-        middle: Values,
-        high: Values,
-        factor: ir.Value,
-        first: ir.Value,
-        stop: ir.Value,
-    ) -> ir.Value:
+    def store_sums_(b, address, row_bytes, low, middle, high, factor, first, stop):
         lane, stored = lane_of(b), i32(0)
         odd, up = b.trunc(lane, I1), b.trunc(b.lshr(lane, i32(1)), I1)
         mine = b.add(b.shl(_warp(b), i32(4)), b.shl(b.and_(lane, i32(1)), i32(3)))
@@ -366,7 +328,7 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
 
 
 @emitted(int32, int32)
-def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
+def rows_place(b, dq):
     """Return the shared-memory address at which this thread stages dQ.
 
     A row of dQ's staging area has 32 columns per box. The 16-byte pieces of a row are swizzled with
@@ -385,7 +347,7 @@ def stage_rows(n: int, rows: int) -> Any:
     """Return ``stage_rows(place, dq)``, which writes `rows` rows of dQ to shared memory."""
 
     @emitted(None, int32, floats(n // 2))
-    def stage_rows_(b: ir.IRBuilder, to: ir.Value, dq: Values) -> None:
+    def stage_rows_(b, to, dq):
         odd = b.trunc(b.lshr(lane_of(b), i32(2)), I1)  # the thread's rows are odd
         for box in range(n // 32):
             for j in range(4):

@@ -98,7 +98,6 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     probabilities = gradients.probabilities(blocks, chunk, False, scaled and own, softcap and own)
     mask = gradients.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
     score_gradients = gradients.score_gradients(blocks, chunk, False, softcap and own)
-    scale_dk = mma_tiles.scale_all(blocks * d_part // 2)
     stage_dk = output.stage(bf16, blocks, d_part, tile_k)
     stage_dv = output.stage(bf16, blocks, dv_part, tile_v)
     stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
@@ -265,7 +264,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         # -- Phase 8: dK *= scale; store dK, dV -------------------------------------------------
         copies_wait()  # a block without visits still has copies of K, V in flight
         cuda.syncthreads()  # B2: all warps have read K and V; dK and dV are staged over them
-        stage_dk(shared, my_keys, part * d_part, scale_dk(dk, a.scale))
+        stage_dk(shared, my_keys, part * d_part, mma_tiles.scale_all(dk, a.scale))
         stage_dv(shared + v_at, my_keys, part * dv_part, dv_sum)
         cuda.syncthreads()  # B3: dK, dV are complete; a thread stores rows that other warps staged
         to = a.dk_data + (batch * a.dk_batch + kv_head * a.dk_head + key * a.dk_row) * 2

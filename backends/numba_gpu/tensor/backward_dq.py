@@ -82,7 +82,7 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     )
     mask = gradients.mask_probabilities(blocks, chunk, True, bool(c.left), bool(c.right))
     score_gradients = gradients.score_gradients(blocks, chunk, True, softcap and apart)
-    scale_dq, stage_dq = mma_tiles.scale_all(blocks * d // 2), output.stage(bf16, blocks, d, tile_q)
+    stage_dq = output.stage(bf16, blocks, d, tile_q)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block
@@ -190,7 +190,7 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
         # -- Phase 5: dQ *= scale; store --------------------------------------------------------
         copies_wait()  # a block without visits still has copies of Q, dO in flight
         cuda.syncthreads()  # B2: all warps have read Q, and no copy into it is under way
-        stage_dq(shared, row0, 0, scale_dq(dq, a.scale))
+        stage_dq(shared, row0, 0, mma_tiles.scale_all(dq, a.scale))
         cuda.syncthreads()  # B3: dQ is complete; a thread stores rows that other warps staged
         to = a.dq_data + (batch * a.dq_batch + head * a.dq_head + start * a.dq_row) * 2
         report(tile_count + 16, store_q(shared, to, a.dq_row * 2, rows))

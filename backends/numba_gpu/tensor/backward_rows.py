@@ -14,7 +14,7 @@ from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, emitted, f32, floats, i32
+from flashsim.backends.numba_gpu.emit import F32, I32, I64, emitted, f32, floats, i32
 from flashsim.backends.numba_gpu.mma_tiles import RowWidth
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -41,7 +41,7 @@ def _dots(bf16: bool, apart: int) -> Any:
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
-    def dots(b: ir.IRBuilder, *operands: ir.Value) -> list[Any]:
+    def dots(b, *operands):
         x, y, x_step, y_step, left = operands
         exists = [b.icmp_signed("<", i32(j * apart), left) for j in range(DEEP)]
         pieces = []
@@ -68,7 +68,7 @@ def _lane_sums(lanes: int) -> Any:
     """Return ``lane_sums(sums)``, which adds each sum over `lanes` lanes (a power of two)."""
 
     @emitted(floats(DEEP), floats(DEEP))
-    def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:
+    def lane_sums(b, sums):
         mask = lanes // 2
         while mask:
             sums = [b.fadd(x, ptx.shuffle_xor(b, x, mask)) for x in sums]
@@ -82,7 +82,7 @@ def _write_rows(apart: int) -> Any:
     """Return ``write_rows(to, sums, left)``, which writes sums to every `apart`-th row in HBM."""
 
     @emitted(None, int64, floats(DEEP), int32)
-    def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:
+    def write_rows(b, to, sums, left):
         pointer = b.inttoptr(to, ir.PointerType(F32, 1))
         for j, total in enumerate(sums):
             with b.if_then(b.icmp_signed("<", i32(j * apart), left)):
@@ -98,7 +98,7 @@ def _less_rows(apart: int) -> Any:
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
-    def less_rows(b: ir.IRBuilder, sums: Values, source: ir.Value, left: ir.Value) -> Values:
+    def less_rows(b, sums, source, left):
         subtracted = []
         for j in range(DEEP):
             at = b.add(source, ir.Constant(I64, j * apart * 4))
@@ -117,7 +117,7 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)
-    def convert(b: ir.IRBuilder, *operands: ir.Value) -> ir.Value:
+    def convert(b, *operands):
         to, step, source, first, pieces, scale = operands
         numbers = [b.add(first, i32(j * apart)) for j in range(DEEP)]
         exists = [b.icmp_signed("<", number, pieces) for number in numbers]
@@ -143,7 +143,7 @@ def zeros_bytes(row: RowWidth) -> Any:
     """Return ``zeros_bytes(column)``, the bytes of four float32 from `column` on, less padding."""
 
     @emitted(types.int32, types.int32)
-    def zeros_bytes_(b: ir.IRBuilder, column: ir.Value) -> ir.Value:
+    def zeros_bytes_(b, column):
         return row.counted(b, column, 4, 4)
 
     return zeros_bytes_

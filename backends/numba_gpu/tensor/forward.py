@@ -63,15 +63,11 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     multiply_pv = mma_tiles.multiply(bf16, blocks, dv, block_k, "accumulators", Operand(tile_v))
     scale_scores = softmax.scale_scores(blocks, block_k, softcap)
     mask = softmax.mask_rows(blocks, block_k, bool(c.left), bool(c.right))
-    row_max, softmax_base = softmax.row_max(blocks, block_k), softmax.softmax_base(blocks)
-    rescaling, scale_o = softmax.rescaling(blocks), softmax.scale_rows(blocks, dv)
-    exponentials, finish_rows = softmax.exponentials(blocks, block_k), softmax.finish_rows(blocks)
     f = fragment_functions(kernel, blocks, block_k, by_row=True)
     has_mask, has_score = f.has_mask, f.has_score
     apply_score, apply_mask, first_rows = f.score, f.mask, first_rows_of(kernel)
     sinks, sink_of_head = kernel.sinks, sink_of(kernel)
-    finish_with_sink = softmax.finish_rows_with_sink(blocks)
-    stage_o, store_lse = output.stage(bf16, blocks, dv, tile_o), output.store_rows(blocks)
+    stage_o = output.stage(bf16, blocks, dv, tile_o)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block
@@ -152,12 +148,12 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
             # -- Phase 4: m_new = max(m, rowmax S); O, l rescaled; P = exp(S - m_new) -----------
             # The rescaling precedes the exponentials, so that these can overlap with the first
             # products of phase 5.
-            top = row_max(m, s)
-            base = softmax_base(top, to_log2)
-            alpha = rescaling(m, base, to_log2)
+            top = softmax.row_max(m, s)
+            base = softmax.softmax_base(top, to_log2)
+            alpha = softmax.rescaling(m, base, to_log2)
             m = top
-            o = scale_o(o, alpha)
-            p, l = exponentials(s, base, l, alpha, to_log2)
+            o = softmax.scale_rows(o, alpha)
+            p, l = softmax.exponentials(s, base, l, alpha, to_log2)
             stamp(visit_stamp, n * VISIT_STAMPS + 3)
             # -- Phase 5: O += P V --------------------------------------------------------------
             o = multiply_pv(o, p, v_pieces + now * v_bytes)
@@ -168,12 +164,12 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
         cuda.syncthreads()  # B2: all warps have read K, V and Q; O is staged over them
         if sinks:
             sink = sink_of_head(a, head)
-            inverse, lse = finish_with_sink(m, l, to_log2 * float32(1 / LOG2E), sink)
+            inverse, lse = softmax.finish_rows_with_sink(m, l, to_log2 * float32(1 / LOG2E), sink)
         else:
-            inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
-        moved = store_lse(a.lse + int64(walk) * a.n_q * 4, lse, start + row0, stop)
+            inverse, lse = softmax.finish_rows(m, l, to_log2 * float32(1 / LOG2E))
+        moved = output.store_rows(a.lse + int64(walk) * a.n_q * 4, lse, start + row0, stop)
         report(tile_count + 8, moved)
-        stage_o(shared, row0, 0, scale_o(o, inverse))
+        stage_o(shared, row0, 0, softmax.scale_rows(o, inverse))
         cuda.syncthreads()  # B3: O is complete; a thread stores rows that other warps staged
         out = a.o_data + (batch * a.o_batch + head * a.o_head + start * a.o_row) * 2
         report(tile_count + 4, store_o(shared, out, a.o_row * 2, stop - start))

@@ -413,7 +413,7 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
 
     def masking(value: float) -> Any:
         @emitted(kind, args, int32, int32, kind, *place)
-        def masked(b: ir.IRBuilder, a: ir.Value, *rest: Any) -> Values:
+        def masked(b, a, *rest):
             batch, head, s, *at = rest
             kept = f.keep(b, a, [batch, head, *at])
             return [b.select(k, x, f32(value)) for k, x in zip(kept, s, strict=True)]
@@ -422,7 +422,7 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
 
     def sloping(sums: Mapping[str, int]) -> Any:
         @emitted(kind, args, int32, int32, kind, kind, *place)
-        def slope(b: ir.IRBuilder, a: ir.Value, *rest: Any) -> Values:
+        def slope(b, a, *rest):
             batch, head, s, ds, *at = rest
             return f.slope(b, a, s, ds, [batch, head, *at], sums)
 
@@ -434,12 +434,12 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
         found.slope, found.slope_alone = sloping(f.sums), sloping({})
 
         @emitted(kind, args, int32, int32, kind, *place)
-        def score(b: ir.IRBuilder, a: ir.Value, *rest: Any) -> Values:
+        def score(b, a, *rest):
             batch, head, s, *at = rest
             return f.apply_score(b, a, s, [batch, head, *at])
 
         @emitted(kind, kind, kind)
-        def alive(b: ir.IRBuilder, t: Values, p: Values) -> Values:
+        def alive(b, t, p):
             some = (b.fcmp_ordered(">", x, f32(NEG_INF)) for x in t)
             return [b.select(x, y, f32(0.0)) for x, y in zip(some, p, strict=True)]
 
@@ -458,7 +458,7 @@ def _probabilities(f: _Fragment, kernel: Kernel, n: int, *, masked: bool) -> Any
     args, place = ArgsType(kernel.args.itemsize), [int32] * (5 if masked else 4)
 
     @emitted(words(n // 4), args, int32, int32, kind, floats(n // 4), *place)
-    def probabilities(b: ir.IRBuilder, a: ir.Value, *rest: Any) -> Values:
+    def probabilities(b, a, *rest):
         batch, head, s, lse, query, key, last_query, last_key, *offset = rest
         at = [batch, head, query, key, last_query, last_key]
         p = []
@@ -480,7 +480,7 @@ def sink_of(kernel: Kernel) -> Any:
     name = f"word_{(kernel.args.itemsize - launch.ARGS.itemsize) // 8 - 1}"
 
     @emitted(types.float32, ArgsType(kernel.args.itemsize), int32)
-    def sink(b: ir.IRBuilder, a: ir.Value, head: ir.Value) -> ir.Value:
+    def sink(b, a, head):
         if not kernel.sinks:
             return f32(0.0)
         return _element(b, argument(b, a, name), b.zext(head, I64), "float32")
@@ -498,7 +498,7 @@ def first_rows_of(kernel: Kernel) -> Any:
     name = f"word_{of.captured_bytes // 8}" if of is not None and packed else ""
 
     @emitted([int32, int32], ArgsType(kernel.args.itemsize), int32)
-    def first_rows(b: ir.IRBuilder, a: ir.Value, outer: ir.Value) -> Values:
+    def first_rows(b, a, outer):
         if not packed:
             return [i32(0), i32(0)]
         pointer = b.inttoptr(argument(b, a, name), ir.PointerType(I32, 1))

@@ -15,7 +15,7 @@ def load_rows(blocks: int) -> Any:
     """Return ``load_rows(address) -> values``, which loads a float32 for each of a lane's rows."""
 
     @emitted(floats(2 * blocks), types.int32)
-    def load_rows_(b: ir.IRBuilder, address: ir.Value) -> Values:
+    def load_rows_(b, address):
         mine = b.add(address, b.shl(b.lshr(lane_of(b), i32(2)), i32(2)))
         return [
             ptx.load_shared_float(b, b.add(mine, i32((i * 16 + half * 8) * 4)))
@@ -30,7 +30,7 @@ def load_columns(n: int) -> Any:
     """Return ``load_columns(address) -> values``, which loads one float32 per column of a lane."""
 
     @emitted(floats(n // 4), types.int32)
-    def load_columns_(b: ir.IRBuilder, address: ir.Value) -> Values:
+    def load_columns_(b, address):
         mine = b.add(address, b.shl(b.and_(lane_of(b), i32(3)), i32(3)))
         return [
             value
@@ -57,14 +57,7 @@ def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool
     slope_kind = kind if softcap else floats(1)
 
     @emitted([kind, slope_kind], kind, per, *[types.float32] * 3)
-    def probabilities_(
-        b: ir.IRBuilder,
-        s: Values,
-        lse: Values,
-        scale: ir.Value,
-        cap: ir.Value,
-        to_log2: ir.Value,
-    ) -> list[Values]:
+    def probabilities_(b, s, lse, scale, cap, to_log2):
         minus = [b.fmul(x, f32(-LOG2E)) for x in lse]
         inverse = ptx.reciprocal(b, cap) if softcap else None
         p, slope = list(s), []
@@ -86,9 +79,7 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
     per = floats(2 * blocks if by_row else n // 4)
 
     @emitted(kind, kind, kind, per, kind if softcap else floats(1))
-    def score_gradients_(
-        b: ir.IRBuilder, p: Values, dp: Values, delta: Values, slope: Values
-    ) -> Values:
+    def score_gradients_(b, p, dp, delta, slope):
         ds = list(p)
         for at, i, c, x in elements(blocks, n):
             ds[at] = b.fmul(p[at], b.fsub(dp[at], _per_element(delta, by_row, i, c, x)))
@@ -109,7 +100,7 @@ def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: boo
     kind = floats(blocks * n // 2)
 
     @emitted(kind, kind, *[types.int32] * 6)
-    def mask_probabilities_(b: ir.IRBuilder, p: Values, *where: ir.Value) -> Values:
+    def mask_probabilities_(b, p, *where):
         query, key, offset, key_stop, window_left, window_right = where
         lane = lane_of(b)
         down, across = b.lshr(lane, i32(2)), b.shl(b.and_(lane, i32(3)), i32(1))

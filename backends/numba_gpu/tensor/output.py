@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import F32, I1, I32, I64, Values, emitted, floats, i32
+from flashsim.backends.numba_gpu.emit import F32, FRAGMENT, I1, I32, I64, emitted, floats, i32
 from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile, lane_of
 
 
@@ -14,7 +14,7 @@ def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
     """Return ``stage(address, row, col, c)``, which rounds and stores accumulators in a tile."""
 
     @emitted(None, types.int32, types.int32, types.int32, floats(blocks * n // 2))
-    def stage_(b: ir.IRBuilder, address: ir.Value, row: ir.Value, col: ir.Value, c: Values) -> None:
+    def stage_(b, address, row, col, c):
         lane = lane_of(b)
         first = b.add(row, b.lshr(lane, i32(2)))
         base = b.add(address, b.shl(b.and_(lane, i32(3)), i32(2)))
@@ -30,30 +30,24 @@ def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
     return stage_
 
 
-def store_rows(blocks: int) -> Any:
-    """Return ``store_rows(address, values, first, stop) -> bytes``: one float32 per row.
+@emitted(types.int32, types.int64, FRAGMENT, types.int32, types.int32)
+def store_rows(b, address, values, first, stop):
+    """Store one float32 per row in HBM, and return the number of bytes.
 
-    Each quad's first lane stores the values of rows before `stop` to HBM. `first` is the warp's
-    first row, and `address` is row 0's address.
+    Each quad's first lane stores the values of rows before `stop`. `first` is the warp's first row,
+    and `address` is row 0's address.
     """
-
-    @emitted(types.int32, types.int64, floats(2 * blocks), types.int32, types.int32)
-    def store_rows_(
-        b: ir.IRBuilder, address: ir.Value, values: Values, first: ir.Value, stop: ir.Value
-    ) -> ir.Value:
-        lane, stored = lane_of(b), i32(0)
-        leads = b.icmp_unsigned("==", b.and_(lane, i32(3)), i32(0))
-        for at, value in enumerate(values):
-            row = b.add(first, b.add(b.lshr(lane, i32(2)), i32(at * 8)))
-            inside = b.and_(leads, b.icmp_signed("<", row, stop))
-            with b.if_then(inside):
-                to = b.add(address, b.sext(b.mul(row, i32(4)), I64))
-                ptr = b.inttoptr(to, ir.PointerType(F32, 1))
-                b.store(value, ptr)
-            stored = b.add(stored, b.select(inside, i32(4), i32(0)))
-        return stored
-
-    return store_rows_
+    lane, stored = lane_of(b), i32(0)
+    leads = b.icmp_unsigned("==", b.and_(lane, i32(3)), i32(0))
+    for at, value in enumerate(values):
+        row = b.add(first, b.add(b.lshr(lane, i32(2)), i32(at * 8)))
+        inside = b.and_(leads, b.icmp_signed("<", row, stop))
+        with b.if_then(inside):
+            to = b.add(address, b.sext(b.mul(row, i32(4)), I64))
+            ptr = b.inttoptr(to, ir.PointerType(F32, 1))
+            b.store(value, ptr)
+        stored = b.add(stored, b.select(inside, i32(4), i32(0)))
+    return stored
 
 
 def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
@@ -68,14 +62,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     width = row_of.width
 
     @emitted(types.int32, types.int64, floats(blocks * n // 2), *[types.int32] * 3)
-    def reduce_tile_(
-        b: ir.IRBuilder,
-        address: ir.Value,
-        c: Values,
-        row: ir.Value,
-        col: ir.Value,
-        rows: ir.Value,
-    ) -> ir.Value:
+    def reduce_tile_(b, address, c, row, col, rows):
         fits_down = b.icmp_signed("<=", b.add(row, i32(16 * blocks)), rows)
         whole = b.and_(fits_down, b.icmp_signed("<=", b.add(col, i32(n)), i32(width)))
         with b.if_else(whole) as (then, otherwise):
@@ -90,9 +77,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
         added.add_incoming(some_added, after_part)
         return added
 
-    def add_all(
-        b: ir.IRBuilder, address: ir.Value, c: Values, row: ir.Value, col: ir.Value, rows: Any
-    ) -> ir.Value:
+    def add_all(b, address, c, row, col, rows):
         lane, added = lane_of(b), i32(0)
         odd, pair = b.trunc(lane, I1), b.and_(lane, i32(3))
         for i in range(blocks):
@@ -117,9 +102,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
                         added = b.add(added, size)
         return added
 
-    def additions(
-        b: ir.IRBuilder, first: ir.Value, four: Values, odd: ir.Value, pair: ir.Value
-    ) -> list[tuple[ir.Value, Values]]:
+    def additions(b, first, four, odd, pair):
         """Return the columns and the four values of a row that this lane adds."""
         if not wide:
             own = b.add(first, b.shl(pair, i32(1)))
