@@ -21,7 +21,7 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 _FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2"))
 
 
-class Scores(NamedTuple):
+class ScoreOptions(NamedTuple):
     """How scores are computed; the names are those of `flashsim.run`, except:
 
     - `window` may have None for no limit. If `signed` is false, a negative number also means no
@@ -69,7 +69,7 @@ def varlen(
     offsets: tuple[Any, Any],
     table: Tensor | None,
     used: tuple[Tensor | None, Tensor | None],
-    scores: Scores,
+    scores: ScoreOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return packed sequences' output (tokens, heads, d) and LSE (heads, tokens).
 
@@ -105,7 +105,7 @@ def varlen(
 
 
 def with_cache(
-    q: Tensor, cache: Cache, scores: Scores, qv: Tensor | None = None
+    q: Tensor, cache: Cache, scores: ScoreOptions, qv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rotate new rows, append keys and values to the cache, and compute attention over the cache.
 
@@ -165,7 +165,7 @@ def with_cache(
 
 
 def packed_over_cache(
-    q: Tensor, cu_seqlens_q: Any, cu_seqlens_new: Any, cache: Cache, scores: Scores, qv: Any
+    q: Tensor, cu_seqlens_q: Any, cu_seqlens_new: Any, cache: Cache, scores: ScoreOptions, qv: Any
 ) -> tuple[Tensor, Tensor]:
     """Do the work of `with_cache` (rotate, append, attend) for packed (tokens, heads, d) arrays.
 
@@ -227,7 +227,7 @@ def _room(cache: Cache) -> int:
 
 
 def _turned_and_appended(
-    q: Tensor, cache: Cache, scores: Scores, rows: _Rows, new_rows: _Rows
+    q: Tensor, cache: Cache, scores: ScoreOptions, rows: _Rows, new_rows: _Rows
 ) -> Tensor:
     """Write new keys and values to the cache, in place; rotate new keys and queries; return these.
 
@@ -285,7 +285,7 @@ def attend(
     v: Tensor,
     qv: Tensor | None = None,
     *,
-    scores: Scores,
+    scores: ScoreOptions,
     cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
@@ -378,7 +378,7 @@ def _over_cache(
     cache: Cache,
     stops: Sequence[int],
     qv: Tensor | None,
-    scores: Scores,
+    scores: ScoreOptions,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of packed queries, (tokens, heads, d), over copies of the live keys."""
     starts = None if cache.starts is None else cache.starts.tolist()
@@ -392,7 +392,12 @@ def _over_cache(
 
 @torch.compiler.disable
 def _by_functions(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, cuts: Cuts | None, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: ScoreOptions,
+    cuts: Cuts | None,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with ALiBi as a score function and a signed window as a mask function.
 
@@ -426,7 +431,7 @@ def _by_functions(
 
 
 def _functions_of(
-    qkv: Tensors, scores: Scores, start: int, options: dict[str, Any]
+    qkv: Tensors, scores: ScoreOptions, start: int, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with ALiBi and a signed window, if all diagonals start at key `start`."""
     q, slopes, mask = qkv[0], scores.slopes, None
