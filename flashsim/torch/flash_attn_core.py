@@ -39,7 +39,7 @@ class ScoreOptions(NamedTuple):
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     signed: bool = False
-    descales: tuple[Tensor | None, ...] = (None, None, None)
+    descales: tuple[Tensor | None, ...] = ()
 
 
 class Cache(NamedTuple):
@@ -293,7 +293,8 @@ def attend(
     `cuts` divides a batch of 1 into packed sequences.
     """
     scale, window, chunk = scores.scale, scores.window, scores.chunk
-    q, k, v = _widened(q, k, v, scores.descales, cuts)
+    if scores.descales or q.dtype in _FP8:
+        q, k, v = _widened(q, k, v, scores.descales, cuts)
     if qv is not None:
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
         q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)
@@ -358,7 +359,7 @@ def _widened(
             )
         return q, k, v
     wide = []
-    for x, scale, of in zip((q, k, v), descales, (0, 1, 1), strict=True):
+    for x, scale, of in zip((q, k, v), descales or (None,) * 3, (0, 1, 1), strict=True):
         y = x.float()
         if scale is not None:  # (batch, heads_k)
             each = scale.float().repeat_interleave(x.shape[1] // scale.shape[1], 1)
@@ -538,8 +539,10 @@ def unpacked(qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _window(window: Window) -> tuple[int, int] | None:
-    left, right = (-1 if side is None or side < 0 else int(side) for side in window)
-    return None if left < 0 and right < 0 else (left, right)
+    left, right = window
+    left = -1 if left is None or left < 0 else int(left)
+    right = -1 if right is None or right < 0 else int(right)
+    return None if left == right == -1 else (left, right)
 
 
 def no_dropout(p: float) -> None:

@@ -371,11 +371,7 @@ def test_sinks_of_bfloat16_that_autocast_left_alone():
     ("sinks", "error", "text"),
     [
         ([0.0, 0.0], DTypeError, "sinks must be a torch.Tensor"),
-        (
-            torch.zeros(3),
-            ShapeError,
-            r"of shape \(2,\), got float32 of shape \(3,\)",
-        ),
+        (torch.zeros(3), ShapeError, r"of shape \(2,\), got float32 of shape \(3,\)"),
         (torch.zeros(2, dtype=torch.int64), ShapeError, "got int64"),
         (torch.zeros(2, device="meta"), DTypeError, "on q's device cpu, got meta"),
     ],
