@@ -342,7 +342,7 @@ _Kind = TypeVar("_Kind")
 
 def shows_fields(kind: type[_Kind]) -> type[_Kind]:
     """Decorator for a named tuple, which then prints as `short`, and shows as `card`."""
-    kind.__repr__, kind._repr_html_ = short, card  # type: ignore[assignment, attr-defined]
+    kind.__repr__, kind._repr_html_ = short, card  # type: ignore[method-assign, attr-defined]
     return kind
 
 

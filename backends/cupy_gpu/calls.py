@@ -52,24 +52,11 @@ NO_SCRATCH = (0,) * (len(launch.SCRATCH) - 1)  # all except the LSE
 DQ_ACC = "dq_acc"
 
 
-class Uploaded:
-    """A schedule's tables, copied to GPU memory."""
-
-    def __init__(self, tables: Lowered) -> None:
-        self.arrays = {
-            name: cupy.asarray(table)
-            for name in launch.TABLES
-            if (table := tables.table(name)) is not None
-        }
-        self.pointers = [
-            self.arrays[name].data.ptr if name in self.arrays else 0 for name in launch.TABLES
-        ]
-
-
 @lru_cache(maxsize=256)
-def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Return copies of a schedule's tables in GPU memory, cached per device."""
-    return Uploaded(tables)
+def uploaded(tables: Lowered, device: int) -> list[cupy.ndarray | None]:
+    """Return copies of a schedule's `launch.TABLES` in GPU memory, cached per device."""
+    found = map(tables.table, launch.TABLES)
+    return [None if table is None else cupy.asarray(table) for table in found]
 
 
 class NewArray(NamedTuple):
@@ -213,8 +200,8 @@ class ReadyPass:
     def _pack_constants(self) -> None:
         one, p = self.one, self.one.tables.schedule.problem
         record = self._args.values
-        for name, pointer in zip(launch.TABLES, self._tables.pointers, strict=True):
-            record[name] = pointer
+        for name, table in zip(launch.TABLES, self._tables, strict=True):
+            record[name] = 0 if table is None else table.data.ptr
         values = {
             **{"walks": one.walks, "tiles": one.tables.tiles, "clump": one.clump},
             "n_visits": one.tables.n_visits,

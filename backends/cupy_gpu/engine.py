@@ -313,10 +313,12 @@ def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) ->
     """Return the plan of a job's launches, cached because it does not depend on the arrays."""
     plan = job.memo.get((family_of, direction, space))
     if plan is None:
+        # A backward pass packs no heads.
+        unread = _FP8 if direction == "forward" else (*_FP8, "pack_gqa")
         plan = job.memo[family_of, direction, space] = _planned(
             *(family_of, direction, job.problem, job.tiling, job.key_order, job.algorithm),
             *(job.deterministic, job.trace),
-            tuple((name, x) for name, x in job.options.items() if name not in _FP8),
+            tuple((name, x) for name, x in job.options.items() if name not in unread),
             space,
         )
     return plan

@@ -7,7 +7,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -84,14 +84,15 @@ class Ramp(NamedTuple):
 
 @dataclass(frozen=True)
 class Generated:
-    """The CUDA source code that was generated for one kernel.
+    """The CUDA source code that was generated for one kernel; the defaults are no functions.
 
-    `captured_bytes` is the size of ``struct FlashCaptured``, a multiple of 8. With `sums`,
-    ``flash_score_grad`` adds to the gradients of the captured arrays named in `wanted`. With
-    `mask_reads` or `score_reads`, the function reads captured arrays by query or key, so a kernel
-    must call it only at existing positions. `reads_beside` is the same as `score_reads`, but
-    ignores the arrays `tile` and `band`. With `ranges`, the mask keeps ranges of keys and of
-    queries, and kernels need not call it.
+    `source` has the functions alone, without the text around them. `captured_bytes` is the size of
+    ``struct FlashCaptured``, a multiple of 8. With `sums`, ``flash_score_grad`` adds to the
+    gradients of the captured arrays named in `wanted`. With `mask_reads` or `score_reads`, the
+    function reads captured arrays by query or key, so a kernel must call it only at existing
+    positions. `reads_beside` is the same as `score_reads`, but ignores the arrays `tile` and
+    `band`. With `ranges`, the mask keeps ranges of keys and of queries, and kernels need not call
+    it.
 
     A kernel may load the array `tile` into shared memory, one tile at a time. If `tile` is None, a
     kernel may load the elements of `band` for the distances q - k in a tile pair. `ramp` is a term
@@ -104,13 +105,13 @@ class Generated:
     scores of 0 there.
     """
 
-    text: str
-    captured_bytes: int
-    mask: bool
-    score: bool
-    sums: bool
-    mask_reads: bool
-    score_reads: bool
+    text: str = ""
+    captured_bytes: int = 0
+    mask: bool = False
+    score: bool = False
+    sums: bool = False
+    mask_reads: bool = False
+    score_reads: bool = False
     reads_beside: bool = False
     ranges: bool = False
     tile: BiasTile | None = None
@@ -123,6 +124,7 @@ class Generated:
     inside: tuple[tuple[tuple[int, int], ...], ...] = ((), ())
     first_sum: int = 0
     poles: bool = False
+    source: emit.CudaSource | None = field(default=None, compare=False)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -135,8 +137,7 @@ class Generated:
         } | ({"POLES": 1} if self.poles else {})
 
 
-@dataclass(frozen=True)
-class Functions:
+class Functions(NamedTuple):
     """The CUDA code generated for one problem's mask and score functions, in two versions.
 
     The version `summing` adds up gradients of captured arrays, and `plain` does not. In a backward
@@ -154,26 +155,24 @@ def functions_of(problem: Problem) -> Functions | None:
     return _functions(problem.mask_mod, problem.score_mod, problem.score_grads, _extents(problem))
 
 
+def plain_of(problem: Problem) -> Generated:
+    """Return `Functions.plain` of a problem, or its defaults if the problem has no functions."""
+    functions = functions_of(problem)
+    return Generated() if functions is None else functions.plain
+
+
 def read_arrays(problem: Problem, *, beside_ahead: bool = False, ranges: bool = False) -> bool:
     """Return whether the mask or score function reads captured arrays by query or key.
 
-    With `beside_ahead`, the arrays of `tile_of`, `band_of` and `adds_by_distance` do not count,
-    because kernels load them in advance. With `ranges`, a mask that keeps ranges does not count.
+    With `beside_ahead`, the arrays of `tile_of`, of `Generated.band` and of terms `by_distance` do
+    not count, because kernels load them in advance. With `ranges`, a mask that keeps ranges does
+    not count.
     """
-    functions = functions_of(problem)
-    if functions is None:
-        return False
-    plain = functions.plain
-    apart = beside_ahead and (tile_of(problem) or band_of(problem))
+    plain = plain_of(problem)
+    apart = beside_ahead and (tile_of(problem) or plain.band)
     score = plain.reads_beside if apart else plain.score_reads
     score = score and not (beside_ahead and plain.by_distance)
     return score or (plain.mask_reads and not (ranges and plain.ranges))
-
-
-def has_poles(problem: Problem) -> bool:
-    """Return whether the score function may be infinite or NaN where no query or key exists."""
-    functions = functions_of(problem)
-    return functions is not None and functions.plain.poles
 
 
 def has_known_slope(problem: Problem) -> bool:
@@ -195,8 +194,7 @@ def tile_of(problem: Problem) -> BiasTile | None:
     TMA needs rows whose length is a multiple of 16 bytes. For packed sequences the result is None,
     because a token's index in the array is not its position among the packed tokens.
     """
-    functions = functions_of(problem)
-    return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
+    return None if problem.cu_seqlens_q is not None else plain_of(problem).tile
 
 
 def _tile_of(graph: Graph) -> BiasTile | None:
@@ -213,12 +211,6 @@ def _tile_of(graph: Graph) -> BiasTile | None:
         if at_positions and per_head and whole:
             found.append(BiasTile(node.value, spec, n))
     return max(found, key=lambda t: math.prod(t.spec.shape) * t.spec.itemsize, default=None)
-
-
-def band_of(problem: Problem) -> TableBand | None:
-    """Return a captured array that the score function reads at a distance q - k, or None."""
-    functions = functions_of(problem)
-    return None if functions is None else functions.plain.band
 
 
 def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | None:
@@ -238,15 +230,6 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
         if abs(sign) == 1 and of_k == -sign and inside and per_head:
             return TableBand(n, sign, offset)
     return None
-
-
-@lru_cache(maxsize=256)
-def _ahead(
-    score: Graph | None, extents: tuple[tuple[str, int], ...]
-) -> tuple[BiasTile | None, TableBand | None]:
-    """Return (tile, band), of which at most one is set: the array that kernels load in advance."""
-    tile = None if score is None else _tile_of(score)
-    return tile, None if score is None or tile else _band_of(score, extents)
 
 
 def _linear(graph: Graph, n: int) -> np.ndarray | None:
@@ -280,19 +263,13 @@ def ramp_of(problem: Problem) -> Ramp | None:
     hopper/forward.cu). Because bfloat16 has float32's exponent range, three bfloat16 numbers can
     sum to any float32 step.
     """
-    functions = functions_of(problem)
-    if functions is None or problem.dtype != "bfloat16" or problem.softcap:
+    if problem.dtype != "bfloat16" or problem.softcap:
         return None
-    return functions.plain.ramp if _SCALES[0] <= problem.scale <= _SCALES[1] else None
-
-
-def adds_term(problem: Problem) -> bool:
-    """Return whether the score function only adds a term that is independent of the score."""
-    functions = functions_of(problem)
-    return functions is not None and functions.plain.adds
+    return plain_of(problem).ramp if _SCALES[0] <= problem.scale <= _SCALES[1] else None
 
 
 def _adds(graph: Graph) -> bool:
+    """Return whether a score function only adds a term that is independent of the score."""
     score, n = graph.argument("score"), graph.root
     while n != score:
         node = graph.nodes[n]
@@ -305,16 +282,11 @@ def _adds(graph: Graph) -> bool:
     return True
 
 
-def adds_by_distance(problem: Problem) -> bool:
-    """Return whether the score function adds a term that only depends on the distance q - k.
+def _by_distance(graph: Graph) -> bool:
+    """Return whether a score function adds a term that only depends on the distance q - k.
 
     The term may also depend on the batch entry and the head, and may read arrays.
     """
-    functions = functions_of(problem)
-    return functions is not None and functions.plain.by_distance
-
-
-def _by_distance(graph: Graph) -> bool:
     if not _adds(graph) or not graph.uses & {"q", "k"}:
         return False
     pending = [graph.root]
@@ -387,7 +359,11 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
     """Return a problem's functions as CUDA code, without and with gradients of captured arrays."""
-    return _sources(problem.mask_mod, problem.score_mod, problem.score_grads, _extents(problem))
+    functions = functions_of(problem)
+    assert functions is not None
+    assert functions.plain.source is not None
+    assert functions.summing.source is not None
+    return functions.plain.source, functions.summing.source
 
 
 def arrays_of_mask(mask: MaskFunction) -> tuple[tuple[ArraySpec, ...], tuple[np.ndarray, ...]]:
@@ -410,24 +386,31 @@ def _extents(problem: Problem) -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=256)
 def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
     graph, score = _narrow(mask, score, extents)
-    tile, band = _ahead(score, extents)
+    # kernels load at most one array in advance
+    tile = None if score is None else _tile_of(score)
+    band = None if score is None or tile else _band_of(score, extents)
     ahead = tile.node if tile else band.node if band else None
+    ramp = None if score is None else _ramp_of(score)
+    spans = None if mask is None else spans_of(mask)
+    given = dict(extents), ahead, band and (band.sign, band.offset), ramp, spans
+    code = emit.cuda_source(graph, score, (), *given)
+    summing_code = emit.cuda_source(graph, score, wanted, *given) if wanted else code
     bound = math.inf if score is None else _largest(score, extents)
     before = _BEFORE + (f"#define FLASH_BOUND {bound!r}f\n" if math.isfinite(bound) else "")
     plain, summing = (
         Generated(
             before + source.text + _AFTER,
-            packed_bytes(source.pack([0] * len(source.arrays), [0] * len(source.gradients))),
+            -(-source.pack([0] * len(source.arrays), [0] * len(source.gradients)).nbytes // 8) * 8,
             mask is not None,
             score is not None,
             bool(source.gradients),
             bool(_reads(graph)),
             bool(_reads(score)),
             any(n != ahead for n in _reads(score)),
-            mask is not None and spans_of(mask) is not None,
+            spans is not None,
             tile,
             band,
-            None if score is None else _ramp_of(score),
+            ramp,
             score is not None and _adds(score),
             score is not None and _by_distance(score),
             (graph, score),
@@ -435,8 +418,9 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             (_inside(graph, extents), _inside(score, extents)),
             next((n for n, f in enumerate(source.fields) if f.what == "gradient"), 0),
             score is not None and not without_poles(score.nodes, dict(extents))[score.root],
+            source,
         )
-        for source in _sources(mask, score, wanted, extents)
+        for source in (code, summing_code)
     )
     return Functions(plain, summing)
 
@@ -457,24 +441,6 @@ def _inside(
     return tuple(sorted((n, size) for n, size in pairs if 0 <= ranges[n][0] <= ranges[n][1] < size))
 
 
-@lru_cache(maxsize=256)
-def _sources(
-    mask: MaskFunction | None,
-    score: Graph | None,
-    wanted: tuple[str, ...],
-    extents: tuple[tuple[str, int], ...],
-) -> tuple[emit.CudaSource, emit.CudaSource]:
-    graph, score = _narrow(mask, score, extents)
-    tile, band = _ahead(score, extents)
-    node = tile.node if tile else band.node if band else None
-    ramp = None if score is None else _ramp_of(score)
-    spans = None if mask is None else spans_of(mask)
-    given = dict(extents), node, band and (band.sign, band.offset), ramp, spans
-    plain = emit.cuda_source(graph, score, (), *given)
-    return plain, emit.cuda_source(graph, score, wanted, *given) if wanted else plain
-
-
-@lru_cache(maxsize=256)
 def _narrow(
     mask: MaskFunction | None, score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[Graph | None, Graph | None]:
@@ -497,8 +463,3 @@ def _narrow(
                 "backend='numba', which computes with 64 bits on the CPU"
             )
     return in_32_bits(mask.graph, sizes), narrow
-
-
-def packed_bytes(packed: np.ndarray) -> int:
-    """Return the size of a packed struct in bytes, rounded up to a multiple of 8."""
-    return -(-packed.nbytes // 8) * 8

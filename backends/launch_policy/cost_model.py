@@ -10,7 +10,6 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -116,14 +115,6 @@ ADDING_UP = {64: 3.8, 128: 5.4}
 #: that 66, 30 and 15 clusters run at once.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 TOGETHER = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
-#: Minimum saving of an additional launch, in µs and as a fraction of the pass: some launches with a
-#: smaller predicted saving were slower.
-_LAUNCHED, _LAUNCHED_SHARE = 12.0, 0.005
-#: Number of waves of equal work tiles from which on clusters only take the last one.
-_MANY_WAVES = 2
-#: The µs by which a wave of clusters begins late after another wave of the same launch: the SMs of
-#: a group become free one after the other.
-_NEXT_WAVE = 6.0
 #: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
 #: For head groups of several waves: the relative difference of two ends below which smaller groups
@@ -131,9 +122,6 @@ _DOUBT = 0.02
 #: may differ from whole ones.
 _SAME, LIVE, _BESIDE = 0.003, 1 / 5, 1 / 6
 _LONG = 150.0  # µs
-#: With at most so many waves, the longest work tile may leave SMs idle for long. A cluster must
-#: then be predicted to be faster by more than the largest observed error of the prediction.
-_FEW_ROUNDS, _CLUSTERS_DOUBT = 2, 0.08
 #: Number of waves from which on the assignment of work tiles no longer matters.
 _ROUNDS = 12
 
@@ -272,7 +260,7 @@ def ends_of_launch(
 
 
 def has_equal_tiles(stage: plans.Stage, tables: Lowered) -> bool:
-    """Return whether `shared_launches` plans a pass: a fused one whose work tiles are all equal."""
+    """Return whether a pass is a fused one whose work tiles are all equal (`clusters`)."""
     p, visits = tables.schedule.problem, tables.visits
     narrow = max(p.head_dim, p.head_dim_v) <= 128
     return stage.name == "fused" and not stage.once and narrow and bool((visits == visits[0]).all())
@@ -282,103 +270,6 @@ def together(cluster: int, gpu: Gpu) -> int:
     """Return how many clusters with equal work tiles run at the same time."""
     share = int(gpu.multiprocessors * TOGETHER[cluster]) // cluster
     return dict(gpu.clusters).get(cluster, share)
-
-
-def shared_launches(
-    items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
-) -> tuple[tuple[int, int], ...]:
-    """Return the launches that compute `items` equal work tiles, in launch order.
-
-    Each launch is a pair (blocks per cluster, number of work tiles). Every work tile has `steps`
-    visits. A cluster of blocks shares a work tile, which costs `adding_up` extra µs.
-
-    Full waves have one block per work tile. A last, partial wave leaves SMs idle, so waves of
-    clusters may end sooner. Clusters run first, the largest of them before the others, and take as
-    many work tiles as run at once. So the single blocks share L2 and power with few others. Each
-    launch after the first must save more than `_LAUNCHED` and `_LAUNCHED_SHARE` together. From
-    `_MANY_WAVES` on, clusters take only the last wave's work tiles (`_last_wave`).
-    """
-    if items >= _MANY_WAVES * gpu.multiprocessors:
-        last = _last_wave(items, steps, times, adding_up, gpu)
-        return (*last, (1, items - sum(n for _, n in last)))
-    places = {c: together(c, gpu) for c in CLUSTERS if together(c, gpu)}
-
-    def takes(cluster: int, count: int) -> float:
-        """Return the predicted µs of a launch."""
-        each, waves = times.item + times.visit * -(-steps // cluster), -(-count // places[cluster])
-        return waves * each + (waves * (adding_up + _NEXT_WAVE) - _NEXT_WAVE) * (cluster > 1)
-
-    found: dict[tuple[tuple[int, int], ...], float]
-    found = {((c, items),): takes(c, items) for c in places}
-    sizes = sorted(places, reverse=True)
-    for used in product((False, True), repeat=len(sizes) - 1):
-        shares, left = list[tuple[int, int]](), items
-        for cluster, uses in zip(sizes, (*used, True), strict=True):
-            taken = min(left, places[cluster]) if cluster > 1 else left
-            if uses and taken:
-                shares.append((cluster, taken))
-                left -= taken
-        found[tuple(shares)] = sum(takes(*share) for share in shares)
-
-    def cost(shares: tuple[tuple[int, int], ...]) -> float:
-        return found[shares] + (len(shares) - 1) * (_LAUNCHED + _LAUNCHED_SHARE * found[shares])
-
-    return min(found, key=cost)
-
-
-def _last_wave(
-    items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
-) -> tuple[tuple[int, int], ...]:
-    """Return extra launches that compute the work tiles of the last, partial wave.
-
-    If there are two extra launches, the first uses clusters of more than two blocks. The second
-    uses clusters of two blocks, as many as the GPU can run at the same time. The result is empty
-    unless the extra launches save more than `_LAUNCHED` µs each.
-    """
-
-    def takes(cluster: int) -> float:
-        return times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
-
-    # With many waves, SMs do not become free together, and a last wave costs less than a whole one.
-    few = items < 2 * _MANY_WAVES * gpu.multiprocessors
-    fewer = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS}
-    places = {c: together(c, gpu) if few else fewer[c] for c in CLUSTERS if c > 1}
-    rest, pairs = items % gpu.multiprocessors, places[2]
-    if not rest:
-        return ()
-    found: dict[tuple[tuple[int, int], ...], float]
-    found = {((c, rest),): takes(c) for c in places if rest <= places[c]}
-    found |= {
-        ((c, rest - pairs), (2, pairs)): takes(c) + takes(2)
-        for c in places
-        if c > 2 and 0 < rest - pairs <= places[c]
-    }
-    best = min(found, key=lambda shares: found[shares] + _LAUNCHED * len(shares), default=())
-    return best if best and takes(1) - found[best] > _LAUNCHED * len(best) else ()
-
-
-def fastest_cluster(
-    walks: int,
-    steps: np.ndarray,
-    times: Times,
-    adding_up: float,
-    processors: int,
-    clusters: tuple[tuple[int, int], ...] = (),
-) -> int:
-    """Return the predicted fastest cluster size; it is 1 if there are many work tiles per SM.
-
-    `clusters` is `Gpu.clusters` if all of the GPU's SMs are free for the launch.
-    """
-    rounds = walks * len(steps) / processors
-    if rounds > _FEW_ROUNDS:
-        return 1
-
-    def took(cluster: int) -> float:
-        free, at_once = [0.0] * processors, dict(clusters).get(cluster, 0)
-        return max(shared_out(walks, steps, times, adding_up, cluster, free, at_once))
-
-    best = min((c for c in CLUSTERS if c <= processors * CLUSTERS[c]), key=took)
-    return best if rounds < 1 or took(best) < (1 - _CLUSTERS_DOUBT) * took(1) else 1
 
 
 @lru_cache(maxsize=512)

@@ -73,6 +73,11 @@ class Walked(NamedTuple):
         return plans.heads_of(self.stage, self.problem)[0]
 
     @property
+    def items(self) -> int:
+        """The number of work tiles of all heads."""
+        return self.walks * self.tables.tiles
+
+    @property
     def alike(self) -> bool:
         """Whether all outer tiles have the same number of visits."""
         return bool((self.tables.visits == self.tables.visits[0]).all())
@@ -201,17 +206,9 @@ class Family(ABC):
         room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
         return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
 
-    def cluster(self, walk: Walked) -> int:
-        """Return how many thread blocks share a work tile."""
-        return 1
-
-    def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return the extra launches, if any, that compute some work tiles before the main launch.
-
-        Each returned launch is a pair (blocks per cluster, number of work tiles). `cluster` is the
-        number of blocks per work tile in the main launch.
-        """
-        return ()
+    def launches(self, walk: Walked) -> tuple[tuple[int, int], ...]:
+        """Return a stage's launches, in order, as pairs (blocks per work tile, work tiles)."""
+        return ((1, walk.items),)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ in the next visit."""
@@ -236,17 +233,15 @@ class Family(ABC):
         pass that reports bytes or times has one launch per stage.
         """
         walk = Walked(stage, tables, gpu)
-        cluster = 1 if ordered or report == "timeline" else self.cluster(walk)
-        clump = self.clump(walk)
-        shares = () if report or ordered else self.remainder(walk, cluster)
-        rest = walk.walks * tables.tiles - sum(items for _, items in shares)
+        alone = ordered or report == "timeline"
+        launches = ((1, walk.items),) if alone else self.launches(walk)
+        cluster, clump = launches[-1][0], self.clump(walk)
+        if report:
+            launches = ((cluster, walk.items),)
         # ordered: each addition waits for its turn; once: no visit follows
         late = not (ordered or stage.once)
-        launches = (
-            Shared(blocks, items, late and self.defers(walk, blocks))
-            for blocks, items in (*shares, (cluster, rest))
-        )
-        return HandOut(clump, cluster == 1 and self.in_step(walk, clump), tuple(launches))
+        shared = (Shared(n, items, late and self.defers(walk, n)) for n, items in launches)
+        return HandOut(clump, cluster == 1 and self.in_step(walk, clump), tuple(shared))
 
     # -- launches -------------------------------------------------------------------------------
 

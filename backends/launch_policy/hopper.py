@@ -11,27 +11,9 @@ from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import functions
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
-from flashsim.backends.launch_policy import hopper_kernels, portable_kernels
-from flashsim.backends.launch_policy.cost_model import (
-    ADDING_UP,
-    HOPPER_FORWARD,
-    HOPPER_FORWARD_WIDE,
-    HOPPER_FUSED_WIDE,
-    LIVE,
-    ROLES,
-    Times,
-    backward_microseconds,
-    backward_times,
-    busy_at_once,
-    fastest_cluster,
-    fastest_first,
-    has_equal_tiles,
-    heads_together,
-    microseconds,
-    microseconds_by_keys,
-    shared_launches,
-    sooner_at_once,
-)
+from flashsim.backends.launch_policy import cost_model, hopper_kernels, portable_kernels
+from flashsim.backends.launch_policy.clusters import fastest_cluster, shared_launches
+from flashsim.backends.launch_policy.cost_model import HOPPER_FUSED_WIDE
 from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
 from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.errors import UnsupportedError
@@ -119,16 +101,18 @@ class Hopper(Family):
                 if not asked.fused or d > 192 or scored:
                     return (Tiling(64, 64),)
                 given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
-                return fastest_first(*given, microseconds_by_keys)
+                return cost_model.fastest_first(*given, cost_model.microseconds_by_keys)
             # Without transposition, a product of dQ has 64 rows; a softcap uses registers.
             if not asked.fused or problem.softcap or scored:
                 return (Tiling(64, 128),)
             low, high = Tiling(64, 128), Tiling(80, 128)
             return (high, low) if d <= 80 else (low, high)
         times = _forward_times(d)
-        launch_time = partial(microseconds, split=_split(asked), part_rows=self.part_rows(problem))
+        launch_time = partial(
+            cost_model.microseconds, split=_split(asked), part_rows=self.part_rows(problem)
+        )
         if d <= 128:
-            best = list(fastest_first(problem, times, gpu.multiprocessors, launch_time))
+            best = list(cost_model.fastest_first(problem, times, gpu.multiprocessors, launch_time))
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
             ramp = self.brings_tiles and hopper_kernels.adds_ramp(problem)
             scored = problem.score_mod is not None and not ramp
@@ -157,7 +141,8 @@ class Hopper(Family):
 
         Unless the caller decides, they do if the cost model predicts that this is faster: fewer
         rows of the last row tiles do not exist, and under a causal mask or a window, row tiles
-        have fewer queries and so visit fewer key tiles.
+        have fewer queries and so visit fewer key tiles. The cost model leaves out the time of
+        partly masked visits, of which packed heads have fewer, and `flashsim.predict` includes it.
         """
         p = asked.problem
         possible = self.packs_heads and hopper_kernels.packs_heads(p)
@@ -173,7 +158,7 @@ class Hopper(Family):
             if tile not in times:  # only for block masks
                 return math.inf
             given = p, tile, times[tile], asked.gpu.multiprocessors
-            return microseconds(*given, _split(request), self.part_rows(p))
+            return cost_model.microseconds(*given, _split(request), self.part_rows(p))
 
         return took(True) < (1 - _PACKING_GAINS) * took(False)
 
@@ -205,18 +190,14 @@ class Hopper(Family):
         return ordered or once < min(others)
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """Return whether the fused backward with unordered dQ sums is faster than three passes."""
-        if self.refusal(problem, None, gpu, "backward"):
-            return True  # e.g. cells of 80 rows, for which three passes have no tile
-        return self.fused_is_faster(problem, gpu)
-
-    def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
         """Return whether the fused backward is predicted to be faster than three passes.
 
         The three passes compute more matrix products, but they need not clear and convert a float32
         dQ. The kernel for dQ may run at the same time as the kernel for dK and dV. Above a head_dim
         of 192, shared memory has no space to stage dQ, so no fused kernel exists.
         """
+        if self.refusal(problem, None, gpu, "backward"):
+            return True  # e.g. cells of 80 rows, for which three passes have no tile
         if widest(problem) > 192:
             return False
         three, fused = self._times(problem, gpu, "flash2", "flash2-fused")
@@ -228,40 +209,37 @@ class Hopper(Family):
             self.backward_passes(problem, None, gpu, "ascending", "", algorithm)
             for algorithm in algorithms
         )
-        return [backward_microseconds(passes, gpu) for passes in made]
+        return [cost_model.backward_microseconds(passes, gpu) for passes in made]
 
-    def cluster(self, walk: Walked) -> int:
-        """Return how many thread blocks share a work tile.
+    def launches(self, walk: Walked) -> tuple[tuple[int, int], ...]:
+        """Return a stage's launches, in order, as pairs (blocks per work tile, work tiles).
 
-        The number exceeds 1 only if a KV-outer backward has too few work tiles to fill the SMs. The
-        number is 1 for `hopper_kernels.roles_kernel`, which does not support clusters. Above a
-        head_dim of 128, all blocks must be able to run at the same time. Too many clusters are
-        slow: on an H100, 128 work tiles took 92 µs in clusters of two, and 72 µs without clusters.
+        Blocks share work tiles only if a KV-outer backward has too few work tiles to fill the SMs.
+        If its work tiles are equal, extra launches come first, in which clusters share the work
+        tiles that would leave SMs idle. `hopper_kernels.roles_kernel` does not support clusters.
+        Above a head_dim of 128, all blocks must be able to run at the same time. Too many clusters
+        are slow: on an H100, 128 work tiles took 92 µs in clusters of two, and 72 µs without
+        clusters.
         """
-        p, (stage, tables, gpu) = walk.problem, walk
-        if stage.outer != "keys" or tables.schedule.tiling == ROLES:
-            return 1
-        if has_equal_tiles(stage, tables):
-            return _shared_launches(walk)[-1][0]
-        items, free = walk.walks * tables.tiles, gpu.multiprocessors
+        p, (stage, tables, gpu), items = walk.problem, walk, walk.items
+        if stage.outer != "keys" or tables.schedule.tiling == cost_model.ROLES:
+            return ((1, items),)
+        steps = p.group * tables.visits
+        if cost_model.has_equal_tiles(stage, tables):
+            return shared_launches(items, int(steps[0]), *_item_times(walk), gpu)
+        free = gpu.multiprocessors
         # dQ's kernel runs beside this one if SMs are free, otherwise after it
         if stage.name == "dkdv":
             if items >= free:
-                return 1
-            beside = busy_at_once(p, tables.schedule.tiling)[0]
+                return ((1, items),)
+            beside = cost_model.busy_at_once(p, tables.schedule.tiling)[0]
             free = int(free - beside) if beside + items <= free else free
-        steps, at_once = p.group * tables.visits, gpu.clusters
-        if free < gpu.multiprocessors:  # how many clusters the remaining SMs run is not known
-            at_once = ()
+        # how many clusters the remaining SMs run is not known
+        at_once = gpu.clusters if free == gpu.multiprocessors else ()
         blocks = fastest_cluster(walk.walks, steps, *_item_times(walk), free, at_once)
         while widest(p) > 128 and blocks > 1 and blocks * items > gpu.multiprocessors:
             blocks //= 2
-        return blocks
-
-    def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return extra launches, in which clusters share work tiles that would leave SMs idle."""
-        equal = has_equal_tiles(walk.stage, walk.tables)
-        return _shared_launches(walk)[:-1] if equal else ()
+        return ((blocks, items),)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ in the next visit.
@@ -300,9 +278,11 @@ class Hopper(Family):
             if self.in_step(walk, walk.walks):  # a few row tiles of each head should fit in L2
                 share = held(stage, p) * tables.schedule.tiling.block_q / p.n_q / gpu.l2_bytes
                 drift = 2 if widest(p) > 128 else 1  # warpgroups with roles let blocks drift apart
-                larger = heads_together(walk.walks, items, processors, size, share, drift)
+                larger = cost_model.heads_together(
+                    walk.walks, items, processors, size, share, drift
+                )
                 size = larger if larger != size else self._one_wave(walk, size, share)
-            elif self.in_l2(walk, walk.walks) and sooner_at_once(
+            elif self.in_l2(walk, walk.walks) and cost_model.sooner_at_once(
                 walk.walks, items, processors, size
             ):
                 size = walk.walks
@@ -322,7 +302,11 @@ class Hopper(Family):
         if widest(walk.problem) <= 128 or _fills_waves(size, tiles, gpu):
             return size
         wave = max(1, round(gpu.multiprocessors / tiles))
-        fits = wave <= walk.walks and wave * share <= LIVE and _fills_waves(wave, tiles, gpu)
+        fits = (
+            wave <= walk.walks
+            and wave * share <= cost_model.LIVE
+            and _fills_waves(wave, tiles, gpu)
+        )
         return wave if fits and self.in_step(walk, wave) else size
 
     def in_step(self, walk: Walked, clump: int) -> bool:
@@ -378,7 +362,7 @@ class Hopper(Family):
             shared = self.forward_bytes(problem, tiling, rings, shares=variant.shares)
             ahead = self.brings_tiles
             made = hopper_kernels.forward_kernel(*given, shared, rings, ahead=ahead)
-        elif stage == "fused" and tiling == ROLES:
+        elif stage == "fused" and tiling == cost_model.ROLES:
             made = hopper_kernels.roles_kernel(*given)
         elif stage in ("dkdv", "fused"):
             made = hopper_kernels.backward_kernel(*given, ahead=self.brings_tiles)
@@ -394,9 +378,9 @@ HOPPER = Hopper(
 )
 
 
-def _forward_times(wide: int) -> dict[Tiling, Times]:
+def _forward_times(wide: int) -> dict[Tiling, cost_model.Times]:
     """Return the forward kernel's `Times` per tile; `wide` is the larger head dimension."""
-    known = HOPPER_FORWARD | HOPPER_FORWARD_WIDE
+    known = cost_model.HOPPER_FORWARD | cost_model.HOPPER_FORWARD_WIDE
     return next(times for widest, times in known.items() if wide <= widest)
 
 
@@ -404,17 +388,11 @@ def _split(asked: PassRequest) -> Split:
     return Split(pack_gqa=bool(asked.pack_gqa))
 
 
-def _item_times(walk: Walked) -> tuple[Times, float]:
+def _item_times(walk: Walked) -> tuple[cost_model.Times, float]:
     """Return a backward kernel's `Times`, and the extra µs per work tile shared by a cluster."""
     p = walk.problem
-    known = backward_times(p, walk.tables.schedule.tiling)
-    return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
-
-
-def _shared_launches(walk: Walked) -> tuple[tuple[int, int], ...]:
-    """Return all launches of a pass that has equal work tiles."""
-    items, steps = walk.walks * walk.tables.tiles, walk.problem.group * int(walk.tables.visits[0])
-    return shared_launches(items, steps, *_item_times(walk), walk.gpu)
+    known = cost_model.backward_times(p, walk.tables.schedule.tiling)
+    return getattr(known, walk.stage.name), cost_model.ADDING_UP[64 if widest(p) <= 64 else 128]
 
 
 def _drifts(walk: Walked) -> bool:

@@ -54,7 +54,7 @@ def forward_kernel(
         # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
     elif advance == "distances":
-        more |= {"DISTANCES": _DISTANCES, "ADDED": functions.adds_by_distance(problem)}
+        more |= {"DISTANCES": _DISTANCES, "ADDED": functions.plain_of(problem).by_distance}
     more |= _reads(problem, beside_ahead=bool(more.keys() & {"TILE", "DISTANCES"}))
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
@@ -99,7 +99,8 @@ def reads_distances(problem: Problem) -> bool:
     It has the terms that the score function adds, if they depend on the distance alone. Otherwise
     it has the elements of an array that is read at the distance.
     """
-    return functions.adds_by_distance(problem) or functions.band_of(problem) is not None
+    plain = functions.plain_of(problem)
+    return plain.by_distance or plain.band is not None
 
 
 #: The largest bound of scores for which the forward needs no running maximum: exponentials are then
@@ -214,7 +215,8 @@ def _adds_term(problem: Problem) -> bool:
     graph = problem.score_mod
     assert graph is not None
     each = any(graph.side(n) == "score" for n in graph.loads)
-    return functions.adds_term(problem) and (functions.adds_by_distance(problem) or not each)
+    plain = functions.plain_of(problem)
+    return plain.adds and (plain.by_distance or not each)
 
 
 def _of_functions(problem: Problem, tiling: Tiling, *, ahead: bool) -> dict[str, int]:
@@ -226,7 +228,7 @@ def _of_functions(problem: Problem, tiling: Tiling, *, ahead: bool) -> dict[str,
     memory.
     """
     made = _reads(problem)
-    if functions.has_poles(problem):
+    if functions.plain_of(problem).poles:
         made["READS"] = 1  # at positions that exist
     if problem.score_mod is None or max(problem.head_dim, problem.head_dim_v) > 128:
         return made
@@ -236,7 +238,7 @@ def _of_functions(problem: Problem, tiling: Tiling, *, ahead: bool) -> dict[str,
     if adds and functions.ramp_of(problem) and not problem.score_grads:
         return made | {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
     made |= {"ADDED": 1, "SCALED": 0}
-    if functions.adds_by_distance(problem) and tiling.block_q % 64 == 0:
+    if functions.plain_of(problem).by_distance and tiling.block_q % 64 == 0:
         made["DISTANCES"] = _DISTANCES
         if not problem.score_grads:  # otherwise the function is called for its gradients
             made |= _reads(problem, beside_ahead=True)

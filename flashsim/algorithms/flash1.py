@@ -10,12 +10,13 @@ import numpy as np
 
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.score_tile import (
-    accumulator_name,
+    accumulator,
     clear_dbias,
     convert,
     fill,
     finite,
     lse_gradient,
+    reduce_dbias,
     score_gradient,
     score_tile,
 )
@@ -27,7 +28,7 @@ def forward(machine: Machine) -> None:
     At each visit (tile pair), O is divided by l, the running sum of exponentials.
     """
     hbm = machine.hbm
-    O = hbm.tensors[accumulator_name(machine, "O")]
+    O = accumulator(hbm, "O")
     fill(machine, "init", {O.name: 0.0, "l": 0.0, "m": -np.inf})                          # 2
     with machine.stage("forward") as sram:
         schedule = sram.schedule
@@ -40,7 +41,7 @@ def forward(machine: Machine) -> None:
                         rows = visit.rows
                         Q_i, O_i = sram.load(hbm.Q, rows), sram.load(O, rows)             # 8
                         l_i, m_i = sram.load(hbm.l, rows), sram.load(hbm.m, rows)
-                        S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit)                  # 9
+                        S_ij, _ = score_tile(sram, Q_i, K_j, visit)                       # 9
                         m_ij = S_ij.max(axis=-1)                                          # 10
                         S_ij -= finite(m_ij)[..., None]
                         P_ij = np.exp(S_ij, out=S_ij)
@@ -65,9 +66,9 @@ def backward(machine: Machine) -> None:
     end of an outer step, so dK and dV need not start as zeros in HBM (line 5).
     """
     hbm, p = machine.hbm, machine.problem
-    dQ = hbm.tensors[accumulator_name(machine, "dQ")]
+    dQ = accumulator(hbm, "dQ")
     fill(machine, "init", {dQ.name: 0.0})                                                 # 5
-    dBias = clear_dbias(machine)
+    clear_dbias(machine)
     with machine.stage("backward") as sram:
         schedule = sram.schedule
         for j in schedule.outer_order():                                                  # 6
@@ -83,12 +84,12 @@ def backward(machine: Machine) -> None:
                             Q_i = sram.load(hbm.Q, rows, member=g)                        # 10
                             O_i = sram.load(hbm.O, rows, member=g)
                             dO_i = sram.load(hbm.dO, rows, member=g)
-                            dL_i = lse_gradient(machine, sram, rows, member=g)
+                            dL_i = lse_gradient(sram, rows, member=g)
                             dQ_i = sram.load(dQ, rows, member=g)
                             l_i = sram.load(hbm.l, rows, member=g)
                             m_i = sram.load(hbm.m, rows, member=g)
-                            S_ij, chain = score_tile(
-                                sram, hbm, Q_i, K_j, visit, member=g, gated=True          # 11, 12
+                            S_ij, chain = score_tile(                                     # 11, 12
+                                sram, Q_i, K_j, visit, member=g, gated=True
                             )
                             S_ij -= finite(m_i)[..., None]
                             P_ij = np.exp(S_ij, out=S_ij)                                 # 13
@@ -98,13 +99,12 @@ def backward(machine: Machine) -> None:
                             if dL_i is not None:
                                 D_i -= dL_i
                             dS_ij, dbias_ij = score_gradient(                             # 17, 20
-                                sram, hbm, P_ij, dO_i, V_j, D_i, chain
+                                sram, P_ij, dO_i, V_j, D_i, chain
                             )
                             dS_ij = sram.rounded("dS", dS_ij)
                             dQ_i += p.scale * (dS_ij @ K_j)
                             sram.store(dQ, rows, dQ_i, member=g)                          # 21
-                            if dBias is not None:
-                                sram.reduce(dBias, rows, dbias_ij, visit.cols, member=g)
+                            reduce_dbias(sram, rows, dbias_ij, visit.cols, g)
                             dK_j += dS_ij.mT @ Q_i                                        # 22
                 sram.store(hbm.dK, cols, dK_j * p.scale)                                  # 24
                 sram.store(hbm.dV, cols, dV_j)

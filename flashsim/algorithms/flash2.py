@@ -13,15 +13,15 @@ from typing import Literal
 import numpy as np
 
 from flashsim.algorithms.functions import NOTHING, Values, load_own
-from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.score_tile import (
-    accumulator_name,
+    accumulator,
     clear_dbias,
     convert,
     finite,
     log_sum_exp,
     lse_gradient,
+    reduce_dbias,
     score_gradient,
     score_tile,
 )
@@ -38,26 +38,23 @@ def forward(machine: Machine) -> None:
     hbm, p = machine.hbm, machine.problem
     with machine.stage("forward") as sram:
         schedule = sram.schedule
-        for i in range(schedule.t_r):                                                     # 3
-            rows = schedule.row_slice(i)
-            with sram.step(i):
-                Q_i = sram.load(hbm.Q, rows)                                              # 4
-                own = load_own(sram, hbm, i)
-                n = Q_i.shape[-2]
-                sink = sram.load(hbm.sink, slice(0, 1)) if p.sinks else -np.inf
-                O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)                        # 5
-                l_i = sram.alloc("l", (n,), fill=float(p.sinks))
-                m_i = sram.alloc("m", (n,))
-                m_i[...] = sink  # a sink is a score without a value: the softmax starts with it
-                stream_keys(sram, hbm, Q_i, O_i, l_i, m_i, schedule.visits(i), own)       # 6
-                O, L = normalised(O_i, l_i, m_i)
-                sram.store(hbm.O, rows, O)                                                # 12, 14
-                sram.store(hbm.L, rows, L)                                                # 13, 15
+        for i, rows in sram.steps():                                                      # 3
+            Q_i = sram.load(hbm.Q, rows)                                                  # 4
+            own = load_own(sram, i)
+            n = Q_i.shape[-2]
+            sink = sram.load(hbm.sink, slice(0, 1)) if p.sinks else -np.inf
+            O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)                            # 5
+            l_i = sram.alloc("l", (n,), fill=float(p.sinks))
+            m_i = sram.alloc("m", (n,))
+            m_i[...] = sink  # a sink is a score without a value: the softmax starts with it
+            stream_keys(sram, Q_i, O_i, l_i, m_i, schedule.visits(i), own)                # 6
+            O, L = normalised(O_i, l_i, m_i)
+            sram.store(hbm.O, rows, O)                                                    # 12, 14
+            sram.store(hbm.L, rows, L)                                                    # 13, 15
 
 
 def stream_keys(
     sram: Sram,
-    hbm: Hbm,
     Q_i: np.ndarray,
     O_i: np.ndarray,
     l_i: np.ndarray,
@@ -66,7 +63,7 @@ def stream_keys(
     own: Values = NOTHING,
 ) -> None:
     """Update a row tile's unnormalised O, l and m with each key tile (lines 7 to 10)."""
-    p = sram.schedule.problem
+    hbm, p = sram.hbm, sram.problem
     for visit in visits:
         with sram.visit(visit):
             K, V = hbm.K, hbm.tensors.get("V")  # None if V is columns of K
@@ -75,7 +72,7 @@ def stream_keys(
                 K, V = hbm.through(pages, "K"), None if V is None else hbm.through(pages, "V")
             K_j = sram.load(K, visit.cols)                                                # 7
             V_j = K_j[..., : p.head_dim_v] if V is None else sram.load(V, visit.cols)
-            S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit, own=own)                     # 8
+            S_ij, _ = score_tile(sram, Q_i, K_j, visit, own=own)                          # 8
             m_new = sram.rounded("m", np.maximum(m_i, S_ij.max(axis=-1)))                 # 9
             S_ij -= finite(m_new)[..., None]
             P_ij = np.exp(S_ij, out=S_ij)  # P overwrites S's tile
@@ -104,7 +101,7 @@ def backward(machine: Machine) -> None:
     delta_pass(machine)
     clear_dbias(machine)
     with machine.stage("dkdv") as sram:
-        _keys_outside(machine, sram, dq="")
+        _keys_outside(sram, dq="")
     _dq_pass(machine)
     convert(machine, "dBias_acc", "dBias")
 
@@ -118,7 +115,7 @@ def backward_fused(machine: Machine) -> None:
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
     with machine.stage("fused") as sram:
-        _keys_outside(machine, sram, dq="reduce")
+        _keys_outside(sram, dq="reduce")
     convert(machine, "dQ_acc", "dQ")
     convert(machine, "dBias_acc", "dBias")
 
@@ -132,7 +129,7 @@ def backward_once(machine: Machine) -> None:
     """
     clear_dbias(machine)
     with machine.stage("fused") as sram:
-        _keys_outside(machine, sram, dq="store")
+        _keys_outside(sram, dq="store")
     convert(machine, "dBias_acc", "dBias")
 
 
@@ -144,45 +141,41 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
     """
     hbm = machine.hbm
     with machine.stage("delta") as sram:
-        for i in range(sram.schedule.t_r):
-            rows = sram.schedule.row_slice(i)
-            with sram.step(i):
-                O_i, dO_i = sram.load(hbm.O, rows), sram.load(hbm.dO, rows)
-                dL_i = lse_gradient(machine, sram, rows)
-                delta_i = sram.alloc("delta", O_i.shape[-2:-1])
-                np.sum(dO_i * O_i, axis=-1, out=delta_i)                                  # 4
-                if dL_i is not None:
-                    delta_i -= dL_i
-                of_sink = _sink_gradient(machine, sram, rows, delta_i)
-                sram.store(hbm.delta, rows, delta_i)
-                if of_sink is not None:
-                    sram.reduce(hbm.dSink, slice(0, 1), of_sink)
-                if clears_dq:
-                    sram.store(hbm.tensors[accumulator_name(machine, "dQ")], rows, 0.0)   # 3
+        for _, rows in sram.steps():
+            O_i, dO_i = sram.load(hbm.O, rows), sram.load(hbm.dO, rows)
+            dL_i = lse_gradient(sram, rows)
+            delta_i = sram.alloc("delta", O_i.shape[-2:-1])
+            np.sum(dO_i * O_i, axis=-1, out=delta_i)                                      # 4
+            if dL_i is not None:
+                delta_i -= dL_i
+            of_sink = _sink_gradient(sram, rows, delta_i)
+            sram.store(hbm.delta, rows, delta_i)
+            if of_sink is not None:
+                sram.reduce(hbm.dSink, slice(0, 1), of_sink)
+            if clears_dq:
+                sram.store(accumulator(hbm, "dQ"), rows, 0.0)                             # 3
 
 
-def _sink_gradient(
-    machine: Machine, sram: Sram, rows: slice, delta_i: np.ndarray
-) -> np.ndarray | None:
+def _sink_gradient(sram: Sram, rows: slice, delta_i: np.ndarray) -> np.ndarray | None:
     """Return the contribution of these rows to the attention sinks' gradient, (lead, group, 1).
 
     The result is None without sinks. An attention sink has the probability P = exp(sink - L) and no
     value row, so its gradient is -P delta.
     """
-    if not machine.problem.sinks:
+    if not sram.problem.sinks:
         return None
-    sink, L_i = sram.load(machine.hbm.sink, slice(0, 1)), sram.load(machine.hbm.L, rows)
+    sink, L_i = sram.load(sram.hbm.sink, slice(0, 1)), sram.load(sram.hbm.L, rows)
     return -(np.exp(sink - L_i) * delta_i).sum(axis=-1, keepdims=True)
 
 
-def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
+def _keys_outside(sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
     """Compute dK and dV in a loop whose outer level runs over key tiles.
 
     A thread block computes one tile of keys of one key head, for all query heads that share it. If
     `dq` is "", no dQ is computed. If `dq` is "reduce", each tile pair's dQ is added to dQ in HBM.
     If `dq` is "store", each tile pair's dQ is complete, and is stored.
     """
-    hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
+    hbm, p, schedule = sram.hbm, sram.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5
         cols = schedule.col_slice(j)
         with sram.step(j):
@@ -200,15 +193,15 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
                         if dq != "store":
                             delta_i = sram.load(hbm.delta, rows, member=g)
                         else:
-                            dL_i = lse_gradient(machine, sram, rows, member=g)
-                        S_ij, chain = score_tile(
-                            sram, hbm, Q_i, K_j, visit, member=g, gated=True              # 10
+                            dL_i = lse_gradient(sram, rows, member=g)
+                        S_ij, chain = score_tile(                                         # 10
+                            sram, Q_i, K_j, visit, member=g, gated=True
                         )
                         S_ij -= finite(L_i)[..., None]
                         P_ij = np.exp(S_ij, out=S_ij)                                     # 11
                         dV_j += sram.rounded("P", P_ij).mT @ dO_i                         # 12
                         dS_ij, dbias_ij = score_gradient(                                 # 13, 14
-                            sram, hbm, P_ij, dO_i, V_j, delta_i, chain, dL_i
+                            sram, P_ij, dO_i, V_j, delta_i, chain, dL_i
                         )
                         dS_ij = sram.rounded("dS", dS_ij)
                         if dq:
@@ -217,10 +210,9 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
                             dQ_i *= p.scale
                             if dq == "store":
                                 sram.store(hbm.dQ, rows, dQ_i, member=g)
-                            else:
-                                dQ = hbm.tensors[accumulator_name(machine, "dQ")]
-                                sram.reduce(dQ, rows, dQ_i, member=g)                     # 15
-                            _reduce_dbias(machine, sram, visit, dbias_ij, g)
+                            else:                                                         # 15
+                                sram.reduce(accumulator(hbm, "dQ"), rows, dQ_i, member=g)
+                            reduce_dbias(sram, rows, dbias_ij, visit.cols, g)
                         dK_j += dS_ij.mT @ Q_i                                            # 16
             sram.store(hbm.dK, cols, dK_j * p.scale)                                      # 18
             sram.store(hbm.dV, cols, dV_j)
@@ -231,34 +223,22 @@ def _dq_pass(machine: Machine) -> None:
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         schedule = sram.schedule
-        for i in range(schedule.t_r):
-            rows = schedule.row_slice(i)
-            with sram.step(i):
-                Q_i = sram.load(hbm.Q, rows)
-                own = load_own(sram, hbm, i)
-                dO_i = sram.load(hbm.dO, rows)
-                L_i, delta_i = sram.load(hbm.L, rows), sram.load(hbm.delta, rows)
-                dQ_i = sram.alloc("dQ", Q_i.shape[-2:], fill=0.0)
-                for visit in schedule.visits(i):
-                    with sram.visit(visit):
-                        K_j, V_j = sram.load(hbm.K, visit.cols), sram.load(hbm.V, visit.cols)
-                        S_ij, chain = score_tile(
-                            sram, hbm, Q_i, K_j, visit, own=own, gated=True
-                        )
-                        S_ij -= finite(L_i)[..., None]
-                        P_ij = np.exp(S_ij, out=S_ij)
-                        dS_ij, dbias_ij = score_gradient(
-                            sram, hbm, P_ij, dO_i, V_j, delta_i, chain
-                        )
-                        dQ_i += sram.rounded("dS", dS_ij) @ K_j
-                        _reduce_dbias(machine, sram, visit, dbias_ij, None)
-                sram.store(hbm.dQ, rows, dQ_i * p.scale)
-
-
-def _reduce_dbias(machine: Machine, sram: Sram, visit, tile: np.ndarray, member) -> None:
-    if machine.has("clear_dbias"):
-        dbias = machine.hbm.tensors[accumulator_name(machine, "dBias")]
-        sram.reduce(dbias, visit.rows, tile, visit.cols, member=member)
+        for i, rows in sram.steps():
+            Q_i = sram.load(hbm.Q, rows)
+            own = load_own(sram, i)
+            dO_i = sram.load(hbm.dO, rows)
+            L_i, delta_i = sram.load(hbm.L, rows), sram.load(hbm.delta, rows)
+            dQ_i = sram.alloc("dQ", Q_i.shape[-2:], fill=0.0)
+            for visit in schedule.visits(i):
+                with sram.visit(visit):
+                    K_j, V_j = sram.load(hbm.K, visit.cols), sram.load(hbm.V, visit.cols)
+                    S_ij, chain = score_tile(sram, Q_i, K_j, visit, own=own, gated=True)
+                    S_ij -= finite(L_i)[..., None]
+                    P_ij = np.exp(S_ij, out=S_ij)
+                    dS_ij, dbias_ij = score_gradient(sram, P_ij, dO_i, V_j, delta_i, chain)
+                    dQ_i += sram.rounded("dS", dS_ij) @ K_j
+                    reduce_dbias(sram, rows, dbias_ij, visit.cols)
+            sram.store(hbm.dQ, rows, dQ_i * p.scale)
 
 
 ALGORITHMS = {

@@ -38,7 +38,7 @@ def _split(machine: Machine) -> None:
                     O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
                     l_i = sram.alloc("l", (n,), fill=0.0)
                     m_i = sram.alloc("m", (n,), fill=-np.inf)
-                    stream_keys(sram, hbm, Q_i, O_i, l_i, m_i, schedule.visits(i, part))
+                    stream_keys(sram, Q_i, O_i, l_i, m_i, schedule.visits(i, part))
                     O_part, L_part = normalised(O_i, l_i, m_i)
                     if stop == 1 and i >= schedule.prefix_tiles:
                         sram.store(hbm.O, rows, O_part)

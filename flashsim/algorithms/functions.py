@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashsim.algorithms.hbm import CapturedTensor, Hbm
+from flashsim.algorithms.hbm import CapturedTensor
 from flashsim.algorithms.sram import Sram
 from flashsim.functions.derivative import DOUT, adjoints
 from flashsim.functions.graph import Graph, add_at
@@ -53,20 +53,20 @@ def indices(
     }
 
 
-def load_own(sram: Sram, hbm: Hbm, i: int) -> Values:
+def load_own(sram: Sram, i: int) -> Values:
     """Load row tile i's captured elements that do not depend on keys, for a Q-outer loop."""
     rows = sram.schedule.row_slice(i)
     positions = indices(sram.schedule, i, rows, None, None)
     values: dict[tuple[str, int], np.ndarray] = {}
     for name in ("F_own", "M_own"):
-        values |= _loaded(sram, hbm, name, positions, rows, slice(0, 0))
+        values |= _loaded(sram, name, positions, rows, slice(0, 0))
     return values
 
 
 def _loaded(
-    sram: Sram, hbm: Hbm, name: str, positions: Mapping[str, np.ndarray], rows: slice, cols: slice
+    sram: Sram, name: str, positions: Mapping[str, np.ndarray], rows: slice, cols: slice
 ) -> dict[tuple[str, int], np.ndarray]:
-    tensor = hbm.tensors.get(name)
+    tensor = sram.hbm.tensors.get(name)
     if tensor is None or not sram.has(name):
         return {}
     assert isinstance(tensor, CapturedTensor)
@@ -75,7 +75,7 @@ def _loaded(
 
 
 def apply_score(
-    sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
+    sram: Sram, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> Chain:
     """Apply the score function to S_ij in place, and return the data that its derivative needs."""
     p = visit.schedule.problem
@@ -86,14 +86,12 @@ def apply_score(
     if sram.has("S_raw"):
         raw = sram.alloc("S_raw", S_ij.shape[-2:])
         raw[...] = S_ij
-    values = {**own, **_loaded(sram, hbm, "F", positions, visit.rows, visit.cols)}
+    values = {**own, **_loaded(sram, "F", positions, visit.rows, visit.cols)}
     S_ij[...] = _evaluated(p.score_mod, "F", {**positions, SCORE: S_ij}, values, S_ij.dtype)
     return Chain(None, raw, values, positions)
 
 
-def apply_mask(
-    sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
-) -> None:
+def apply_mask(sram: Sram, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None) -> None:
     """Set a tile's scores to -inf where the mask function removes the score."""
     mask = visit.schedule.problem.mask_mod
     if mask is None:
@@ -103,7 +101,7 @@ def apply_mask(
             sram.reserve("M", visit.rows, visit.cols)
         return
     positions = indices(visit.schedule, visit.i, visit.rows, visit.cols, member)
-    values = {**own, **_loaded(sram, hbm, "M", positions, visit.rows, visit.cols)}
+    values = {**own, **_loaded(sram, "M", positions, visit.rows, visit.cols)}
     kept = _evaluated(mask.graph, "M", positions, values, S_ij.dtype)
     np.copyto(S_ij, -np.inf, where=~kept)
 
@@ -115,9 +113,9 @@ def _evaluated(
     return graph.values(positions, (), dtype.name, read)[graph.root]
 
 
-def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None:
+def score_derivative(sram: Sram, chain: Chain, dS: np.ndarray) -> None:
     """Turn dS into the gradient of the score function's input; sum captured arrays' gradients."""
-    p = sram.schedule.problem
+    p = sram.problem
     if chain.raw is None or p.score_mod is None:
         return
     adds = any(move.tensor == "dF" for move in sram.stage.visit)
@@ -129,7 +127,7 @@ def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None
     quiet = dS == 0  # such as a masked score, whose derivative may be infinite
     for n, g in derivative.reads:
         node = graph.nodes[n]
-        array = hbm.captured_gradients[graph.arrays[node.value].name]
+        array = sram.hbm.captured_gradients[graph.arrays[node.value].name]
         each = np.where(quiet, 0, np.broadcast_to(values[g], dS.shape))
         add_at(array, (values[a] for a in node.args), each)
     if adds:

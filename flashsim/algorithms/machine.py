@@ -79,7 +79,9 @@ class Machine:
             how = stage.outer, self.key_order, stage.dense, self.split
             schedule = self._schedules[name] = Schedule(self.problem, self.tiling, *how)
         roundings = Roundings.of(self.problem, self.algorithm, self.direction, name, self.precision)
-        sram = Sram(schedule, stage, self.device, record=self.record, roundings=roundings)
+        sram = Sram(
+            *(self.hbm, schedule, stage, self.device), record=self.record, roundings=roundings
+        )
         yield sram
         self.stages.append(sram.done())
 

@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from flashsim.algorithms.functions import (
-    NOTHING,
-    Chain,
-    Values,
-    apply_mask,
-    apply_score,
-    score_derivative,
-)
+from flashsim.algorithms import functions
 from flashsim.algorithms.hbm import Hbm, Tensor
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.sram import Sram
@@ -38,22 +31,21 @@ def log_sum_exp(m: np.ndarray, l: np.ndarray) -> np.ndarray:
 
 def score_tile(
     sram: Sram,
-    hbm: Hbm,
     Q_i: np.ndarray,
     K_j: np.ndarray,
     visit: Visit,
     *,
-    own: Values = NOTHING,
+    own: functions.Values = functions.NOTHING,
     member: int | None = None,
     gated: bool = False,
-) -> tuple[np.ndarray, Chain]:
+) -> tuple[np.ndarray, functions.Chain]:
     """Compute S_ij = score_mod(softcap(scale Q_i K_j^T) + bias), with masked scores at -inf.
 
     `own` holds the row tile's captured elements, which a Q-outer loop has loaded. The function
     returns S_ij, (.., rows, cols), and the data for the gradient of scale Q_i K_j^T. If `gated` is
     true and there is a softcap c, the data's field `cap` is 1 - tanh(scale q.k / c)^2.
     """
-    p = visit.schedule.problem
+    p = sram.problem
     shape = Q_i.shape[-2], K_j.shape[-2]
     S_ij, gate = sram.alloc("S", shape), None
     sram.multiply(Q_i, K_j.mT, out=S_ij)
@@ -65,22 +57,21 @@ def score_tile(
             gate[:] = 1 - S_ij * S_ij
         S_ij *= p.softcap
     if p.bias is not None:
-        S_ij += sram.load(hbm.bias, visit.rows, visit.cols, member=member)
-    chain = apply_score(sram, hbm, visit, S_ij, own, member)._replace(cap=gate)
+        S_ij += sram.load(sram.hbm.bias, visit.rows, visit.cols, member=member)
+    chain = functions.apply_score(sram, visit, S_ij, own, member)._replace(cap=gate)
     if (keep := visit.keep) is not None:
         S_ij[..., ~keep] = -np.inf
-    apply_mask(sram, hbm, visit, S_ij, own, member)
+    functions.apply_mask(sram, visit, S_ij, own, member)
     return sram.rounded("S", S_ij), chain
 
 
 def score_gradient(
     sram: Sram,
-    hbm: Hbm,
     P_ij: np.ndarray,
     dO_i: np.ndarray,
     V_j: np.ndarray,
     delta_i: np.ndarray | None,
-    chain: Chain,
+    chain: functions.Chain,
     dL_i: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T; dS overwrites the dP tile.
@@ -98,7 +89,7 @@ def score_gradient(
         if dL_i is not None:
             delta_i -= dL_i
     dS_ij = np.multiply(P_ij, dP_ij - delta_i[..., None], out=dP_ij)
-    score_derivative(sram, hbm, chain, dS_ij)
+    functions.score_derivative(sram, chain, dS_ij)
     if chain.cap is None:
         return dS_ij, dS_ij
     dbias_ij = dS_ij.copy()
@@ -106,22 +97,17 @@ def score_gradient(
     return dS_ij, dbias_ij
 
 
-def lse_gradient(
-    machine: Machine, sram: Sram, rows: slice, *, member: int | None = None
-) -> np.ndarray | None:
+def lse_gradient(sram: Sram, rows: slice, *, member: int | None = None) -> np.ndarray | None:
     """Load and return the LSE's gradient for a range of rows; return None without a gradient."""
-    if not machine.problem.dlse:
-        return None
-    return sram.load(machine.hbm.dL, rows, member=member)
+    return sram.load(sram.hbm.dL, rows, member=member) if sram.problem.dlse else None
 
 
 def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
     """Run a kernel that fills tensors in HBM with constants; `values` is ``{tensor: value}``."""
     with machine.stage(name) as sram:
-        for i in range(sram.schedule.t_r):
-            with sram.step(i):
-                for tensor, value in values.items():
-                    sram.store(machine.hbm.tensors[tensor], sram.schedule.row_slice(i), value)
+        for _, rows in sram.steps():
+            for tensor, value in values.items():
+                sram.store(machine.hbm.tensors[tensor], rows, value)
 
 
 def convert(machine: Machine, accumulator: str, result: str) -> None:
@@ -131,24 +117,24 @@ def convert(machine: Machine, accumulator: str, result: str) -> None:
         return
     tensors = machine.hbm.tensors
     with machine.stage(name) as sram:
-        for i in range(sram.schedule.t_r):
-            rows = sram.schedule.row_slice(i)
-            with sram.step(i):
-                for strip in machine.strips(sram, i) if name == "convert_dbias" else (rows,):
-                    with sram.strip():
-                        sram.store(tensors[result], strip, sram.load(tensors[accumulator], strip))
+        for i, rows in sram.steps():
+            for strip in machine.strips(sram, i) if name == "convert_dbias" else (rows,):
+                with sram.strip():
+                    sram.store(tensors[result], strip, sram.load(tensors[accumulator], strip))
 
 
-def clear_dbias(machine: Machine) -> Tensor | None:
-    """Return the cleared accumulator of the bias's gradient, or None without a bias."""
-    if not machine.has("clear_dbias"):
-        return None
-    name = accumulator_name(machine, "dBias")
-    fill(machine, "clear_dbias", {name: 0.0})
-    return machine.hbm.tensors[name]
+def clear_dbias(machine: Machine) -> None:
+    """Clear the accumulator of the bias's gradient, if there is a bias."""
+    if machine.has("clear_dbias"):
+        fill(machine, "clear_dbias", {accumulator(machine.hbm, "dBias").name: 0.0})
 
 
-def accumulator_name(machine: Machine, result: str) -> str:
-    """Return the name of the HBM tensor in which `result` is accumulated: `result` or "..._acc"."""
-    name = f"{result}_acc"
-    return name if name in machine.hbm.tensors else result
+def reduce_dbias(sram: Sram, rows: slice, tile: np.ndarray, cols: slice, member=None) -> None:
+    """Add a tile to the bias's gradient in HBM, if there is a bias."""
+    if sram.problem.bias is not None:
+        sram.reduce(accumulator(sram.hbm, "dBias"), rows, tile, cols, member=member)
+
+
+def accumulator(hbm: Hbm, result: str) -> Tensor:
+    """Return the tensor in which `result` is accumulated: `result` itself, or "..._acc"."""
+    return hbm.tensors.get(f"{result}_acc", hbm.tensors.get(result))  # type: ignore[return-value]

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
-from flashsim.algorithms.hbm import ALL, CapturedTensor, Tensor
+from flashsim.algorithms.hbm import ALL, CapturedTensor, Hbm, Tensor
 from flashsim.errors import SramOverflow
 from flashsim.problem.hardware import Device
 from flashsim.problem.precision import NO_ROUNDINGS, Roundings, round_to, tensor_core_sum
@@ -24,10 +24,14 @@ from flashsim.trace.events import StageTrace
 
 
 class Sram:
-    """One thread block's simulated on-chip memory of `device.sram_bytes`: tiles and events."""
+    """One thread block's simulated on-chip memory of `device.sram_bytes`: tiles and events.
+
+    `hbm` has the tensors that `load`, `store` and `reduce` access.
+    """
 
     def __init__(
         self,
+        hbm: Hbm,
         schedule: Schedule,
         stage: plans.Stage,
         device: Device,
@@ -36,6 +40,7 @@ class Sram:
         roundings: Roundings = NO_ROUNDINGS,
     ) -> None:
         p = schedule.problem
+        self.hbm, self.problem = hbm, p
         self.schedule, self.stage, self.device, self.record = schedule, stage, device, record
         self.compute = np.dtype(p.compute_dtype)
         self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
@@ -55,6 +60,12 @@ class Sram:
         with self._frame((member, i, j, -1)):
             yield
             self._log(COMPUTE, 0, 0)
+
+    def steps(self) -> Iterator[tuple[int, slice]]:
+        """Yield each row tile's number and rows inside its step: a Q-outer loop."""
+        for i in range(self.schedule.t_r):
+            with self.step(i):
+                yield i, self.schedule.row_slice(i)
 
     def strip(self) -> AbstractContextManager[None]:
         """Open a scope for a range of rows in an outer step; the scope's end frees its tiles."""

@@ -15,6 +15,7 @@ from flashsim.algorithms.score_tile import (
     finite,
     log_sum_exp,
     lse_gradient,
+    reduce_dbias,
     score_tile,
 )
 
@@ -25,16 +26,14 @@ def forward(machine: Machine) -> None:
     _softmax(machine)
     hbm, p = machine.hbm, machine.problem
     with machine.stage("output") as sram:
-        for i in range(sram.schedule.t_r):
-            rows = sram.schedule.row_slice(i)
-            with sram.step(i):
-                n = rows.stop - rows.start
-                O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
-                for visit in sram.schedule.visits(i):
-                    with sram.visit(visit):
-                        P_ij = sram.load(hbm.P, rows, visit.cols)                         # 3
-                        O_i += P_ij @ sram.load(hbm.V, visit.cols)
-                sram.store(hbm.O, rows, O_i)
+        for i, rows in sram.steps():
+            n = rows.stop - rows.start
+            O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
+            for visit in sram.schedule.visits(i):
+                with sram.visit(visit):
+                    P_ij = sram.load(hbm.P, rows, visit.cols)                             # 3
+                    O_i += P_ij @ sram.load(hbm.V, visit.cols)
+            sram.store(hbm.O, rows, O_i)
 
 
 def _scores(machine: Machine) -> None:
@@ -44,40 +43,35 @@ def _scores(machine: Machine) -> None:
     """
     hbm = machine.hbm
     with machine.stage("scores") as sram:
-        for i in range(sram.schedule.t_r):
-            rows = sram.schedule.row_slice(i)
-            with sram.step(i):
-                Q_i = sram.load(hbm.Q, rows)                                              # 1
-                own = load_own(sram, hbm, i)
-                for visit in sram.schedule.visits(i):
-                    with sram.visit(visit):
-                        K_j = sram.load(hbm.K, visit.cols)
-                        S_ij, chain = score_tile(
-                            sram, hbm, Q_i, K_j, visit, own=own, gated=True
-                        )
-                        sram.store(hbm.S, rows, S_ij, visit.cols)
-                        if chain.cap is not None:
-                            sram.store(hbm.gate, rows, chain.cap, visit.cols)
+        for i, rows in sram.steps():
+            Q_i = sram.load(hbm.Q, rows)                                                  # 1
+            own = load_own(sram, i)
+            for visit in sram.schedule.visits(i):
+                with sram.visit(visit):
+                    K_j = sram.load(hbm.K, visit.cols)
+                    S_ij, chain = score_tile(sram, Q_i, K_j, visit, own=own, gated=True)
+                    sram.store(hbm.S, rows, S_ij, visit.cols)
+                    if chain.cap is not None:
+                        sram.store(hbm.gate, rows, chain.cap, visit.cols)
 
 
 def _softmax(machine: Machine) -> None:
     """Compute P = softmax(S) from complete rows of S; the LSE is not stored in HBM."""
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
-        for i in range(sram.schedule.t_r):
+        for i, _ in sram.steps():
             sequence = sram.schedule.sequence_of_row(i)
             keys = slice(sequence.k_start, sequence.k_stop)
-            with sram.step(i):
-                for rows in machine.strips(sram, i):
-                    with sram.strip():
-                        S_i = sram.load(hbm.S, rows, keys)                                # 2
-                        m_i = S_i.max(axis=-1, initial=-np.inf)
-                        S_i -= finite(m_i)[..., None]
-                        P_i = np.exp(S_i, out=S_i)
-                        l_i = P_i.sum(axis=-1)
-                        P_i /= np.where(l_i == 0, 1, l_i)[..., None]
-                        sram.store(hbm.P, rows, P_i, keys)
-                        machine.note_lse(rows, log_sum_exp(m_i, l_i))
+            for rows in machine.strips(sram, i):
+                with sram.strip():
+                    S_i = sram.load(hbm.S, rows, keys)                                    # 2
+                    m_i = S_i.max(axis=-1, initial=-np.inf)
+                    S_i -= finite(m_i)[..., None]
+                    P_i = np.exp(S_i, out=S_i)
+                    l_i = P_i.sum(axis=-1)
+                    P_i /= np.where(l_i == 0, 1, l_i)[..., None]
+                    sram.store(hbm.P, rows, P_i, keys)
+                    machine.note_lse(rows, log_sum_exp(m_i, l_i))
 
 
 def backward(machine: Machine) -> None:
@@ -85,16 +79,14 @@ def backward(machine: Machine) -> None:
     _sum_over_queries(machine, "dv", "P", "dO", "dV")                                     # 1
     hbm = machine.hbm
     with machine.stage("dp") as sram:
-        for i in range(sram.schedule.t_r):
-            rows = sram.schedule.row_slice(i)
-            with sram.step(i):
-                dO_i = sram.load(hbm.dO, rows)
-                for visit in sram.schedule.visits(i):
-                    with sram.visit(visit):
-                        V_j = sram.load(hbm.V, visit.cols)
-                        dP_ij = sram.alloc("dP", (dO_i.shape[-2], V_j.shape[-2]))
-                        np.matmul(dO_i, V_j.mT, out=dP_ij)                                # 2
-                        sram.store(hbm.dP, rows, dP_ij, visit.cols)
+        for i, rows in sram.steps():
+            dO_i = sram.load(hbm.dO, rows)
+            for visit in sram.schedule.visits(i):
+                with sram.visit(visit):
+                    V_j = sram.load(hbm.V, visit.cols)
+                    dP_ij = sram.alloc("dP", (dO_i.shape[-2], V_j.shape[-2]))
+                    np.matmul(dO_i, V_j.mT, out=dP_ij)                                    # 2
+                    sram.store(hbm.dP, rows, dP_ij, visit.cols)
     _ds(machine)
     _dq(machine)
     _sum_over_queries(machine, "dk", "dS", "Q", "dK", machine.problem.scale)              # 5
@@ -123,40 +115,36 @@ def _sum_over_queries(
 
 def _ds(machine: Machine) -> None:
     hbm, p = machine.hbm, machine.problem
-    dBias = clear_dbias(machine)
+    clear_dbias(machine)
     with machine.stage("ds") as sram:
-        for i in range(sram.schedule.t_r):
+        for i, _ in sram.steps():
             sequence = sram.schedule.sequence_of_row(i)
             keys = slice(sequence.k_start, sequence.k_stop)
-            with sram.step(i):
-                for rows in machine.strips(sram, i):
-                    with sram.strip():
-                        P_i = sram.load(hbm.P, rows, keys)                                # 3
-                        dP_i = sram.load(hbm.dP, rows, keys)
-                        dL_i = lse_gradient(machine, sram, rows)
-                        D_i = (P_i * dP_i).sum(axis=-1)
-                        if dL_i is not None:
-                            D_i -= dL_i
-                        dS_i = P_i * (dP_i - D_i[..., None])
-                        if dBias is not None:
-                            sram.reduce(dBias, rows, dS_i, keys)
-                        if p.softcap:
-                            dS_i *= sram.load(hbm.gate, rows, keys)
-                        sram.store(hbm.dS, rows, dS_i, keys)
+            for rows in machine.strips(sram, i):
+                with sram.strip():
+                    P_i = sram.load(hbm.P, rows, keys)                                    # 3
+                    dP_i = sram.load(hbm.dP, rows, keys)
+                    dL_i = lse_gradient(sram, rows)
+                    D_i = (P_i * dP_i).sum(axis=-1)
+                    if dL_i is not None:
+                        D_i -= dL_i
+                    dS_i = P_i * (dP_i - D_i[..., None])
+                    reduce_dbias(sram, rows, dS_i, keys)
+                    if p.softcap:
+                        dS_i *= sram.load(hbm.gate, rows, keys)
+                    sram.store(hbm.dS, rows, dS_i, keys)
 
 
 def _dq(machine: Machine) -> None:
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
-        for i in range(sram.schedule.t_r):
-            rows = sram.schedule.row_slice(i)
-            with sram.step(i):
-                dQ_i = sram.alloc("dQ", (rows.stop - rows.start, p.head_dim), fill=0.0)
-                for visit in sram.schedule.visits(i):
-                    with sram.visit(visit):
-                        dS_ij = sram.load(hbm.dS, rows, visit.cols)
-                        dQ_i += dS_ij @ sram.load(hbm.K, visit.cols)                      # 4
-                sram.store(hbm.dQ, rows, dQ_i * p.scale)
+        for i, rows in sram.steps():
+            dQ_i = sram.alloc("dQ", (rows.stop - rows.start, p.head_dim), fill=0.0)
+            for visit in sram.schedule.visits(i):
+                with sram.visit(visit):
+                    dS_ij = sram.load(hbm.dS, rows, visit.cols)
+                    dQ_i += dS_ij @ sram.load(hbm.K, visit.cols)                          # 4
+            sram.store(hbm.dQ, rows, dQ_i * p.scale)
 
 
 ALGORITHMS = {"standard": (forward, backward)}

@@ -212,12 +212,14 @@ def _check(
                 "backend='simulator', or leave out precision="
             )
         options["precision"].check(plans.check_algorithm(algorithm))
-    unknown = [name for name, _ in request.options if name not in engine.OPTIONS]
+    packs = "pack_gqa" in options and checks.flag("pack_gqa", options["pack_gqa"])
+    never = () if packs else ("pack_gqa",)  # what an engine that packs no heads does anyway
+    unknown = [name for name, _ in request.options if name not in {*engine.OPTIONS, *never}]
     if unknown:
         _refuse_of_other_backends(unknown, backend)
         reject_unknown(unknown, ["bias", *Request._fields[:-1], *engine.OPTIONS], "run")
     plans.check_algorithm(algorithm)
-    inputs.check_decoding(algorithm, dict(request.options))
+    inputs.check_decoding(algorithm, options)
     inputs.check_tiling(request.tiling)
     on_cpu = backend in dispatch.ON_CPU
     v, latent = inputs.values_in_keys(k, v, options)

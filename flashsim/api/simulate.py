@@ -218,27 +218,14 @@ def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iter
     """Return the trace of a run; `arrays` names the input tensors, `asked` the output tensors."""
     p, hbm = machine.problem, machine.hbm
     backward = any(tensor.startswith("d") for tensor in asked)
-    trace = Trace(
-        *(
-            p,
-            machine.device,
-            name,
-            "backward" if backward else "forward",
-            "simulator",
-            machine.stages,
-        ),
-        provenance("simulator"),
-        own=Own(hbm._own, 0),
-    )
+    direction, origin = "backward" if backward else "forward", provenance("simulator")
+    facts = p, machine.device, name, direction, "simulator", machine.stages, origin
+    trace = Trace(*facts, own=Own(hbm._own, 0))
     used = [tensor for tensor in arrays if trace.bytes("load", tensor)]
     compulsory = sum(whole_bytes(p, tensor) for tensor in (*used, *asked))
-    inner = [
-        tensor for tensor in hbm.tensors if tensor not in arrays and tensor not in (*asked, "L")
-    ]
-    workspace = (
-        sum(hbm._behind(getattr(hbm, tensor)).data.nbytes for tensor in inner) // hbm._samples
-    )
-    trace.own = Own(hbm._own, compulsory, workspace)
+    inner = [tensor for tensor in hbm.tensors if tensor not in (*arrays, *asked, "L")]
+    held = sum(hbm._behind(getattr(hbm, tensor)).data.nbytes for tensor in inner)
+    trace.own = Own(hbm._own, compulsory, held // hbm._samples)
     return trace
 
 

@@ -152,7 +152,7 @@ def _passes(
             tiling=tile,
             device=values.device(how),
             key_order=how.key_order,
-            **its.options(),
+            **(its.options() if direction == "forward" else {}),  # a backward packs no heads
         )
         for direction, tile in tiles.items()
         for name, its in algorithms

@@ -35,7 +35,8 @@ class _Option:
     def parameter(self, name: str, kind: Any, default: Any, panel: str | None) -> Any:
         """Return this option as a parameter in Typer's form."""
         about = typer.Option(
-            *(flag(name), *self.short.split()),
+            *(() if "/" in self.short else (flag(name),)),
+            *self.short.split(),
             help=self.help,
             **{"rich_help_panel": panel, **self.more},
         )

@@ -164,7 +164,7 @@ class Simulated(Passes):
 
 @dataclass(frozen=True)
 class Parts:
-    """Options for the number of splits of the keys in flash-decode, and for the cache's layout."""
+    """Options for the split of the keys in flash-decode, the cache's layout, and packed heads."""
 
     panel = _HOW
     splits: str | None = in_bundle(
@@ -173,21 +173,25 @@ class Parts:
         "(FlashAttention-3's rule).",
     )
     page_size: int | None = in_bundle(None, "flash-decode only: keys per page of a paged KV cache.")
+    pack_gqa: bool | None = in_bundle(
+        None,
+        "Forward: put query heads that share a KV head into one tile, or do not. Default: "
+        "flash-decode does; flash2 does not, but its GPU kernels choose.",
+        "--pack-gqa/--no-pack-gqa",
+    )
 
     def options(self) -> dict[str, Any]:
         """Return the options that were set, as keyword arguments of `flashsim.run`."""
-        if self.splits is None:
-            return {}
-        return {"splits": int(self.splits) if self.splits.lstrip("-").isdecimal() else self.splits}
+        chosen: dict[str, Any] = {} if self.pack_gqa is None else {"pack_gqa": self.pack_gqa}
+        if (n := self.splits) is not None:
+            chosen["splits"] = int(n) if n.lstrip("-").isdecimal() else n
+        return chosen
 
 
 @dataclass(frozen=True)
 class Decoding(Parts):
     """Options for how flash-decode splits and reads the KV cache."""
 
-    no_pack_gqa: bool = in_bundle(
-        False, "flash-decode only: do not put query heads that share a KV head into one tile."
-    )
     shared_prefix: int | None = in_bundle(
         None, "flash-decode only: number of keys at the start that all batch entries share."
     )
@@ -202,10 +206,8 @@ class Decoding(Parts):
 
     def options(self) -> dict[str, Any]:
         """Return the options that were set, as keyword arguments of `flashsim.run`."""
-        chosen = super().options()
-        if self.shared_prefix is not None:
-            chosen["shared_prefix"] = self.shared_prefix
-        return {**chosen, **({"pack_gqa": False} if self.no_pack_gqa else {})}
+        shared = {} if self.shared_prefix is None else {"shared_prefix": self.shared_prefix}
+        return super().options() | shared
 
 
 @dataclass(frozen=True)

@@ -190,15 +190,13 @@ def plot(
     if needed == 1:
         data = data[0]
     kind = "traffic" if kind == "heads" else kind
-    if slides:
-        if clash := {"dpi", "size"} & set(written(typed)):
-            raise OptionError(
-                "--slides chooses the size and resolution itself; leave out "
-                f"{values.flags(sorted(clash))}, or leave out --slides"
-            )
-        draw(kind, data, out, {"theme": theme, **options}, note=how, slides=True)
-        return
-    draw(kind, data, out, {"theme": theme, **options}, note=how, dpi=dpi, size=size)
+    if slides and (clash := {"dpi", "size"} & set(written(typed))):
+        raise OptionError(
+            "--slides chooses the size and resolution itself; leave out "
+            f"{values.flags(sorted(clash))}, or leave out --slides"
+        )
+    shape: dict[str, Any] = {"slides": True} if slides else {"dpi": dpi, "size": size}
+    draw(kind, data, out, {"theme": theme, **options}, note=how, **shape)
 
 
 def animate(
@@ -222,15 +220,9 @@ def animate(
             "algorithm, or leave out --row"
         )
     with working("drawing frames"):
-        viz().animate(
-            recorded.traces,
-            out,
-            statistics=recorded.statistics(row) if len(recorded.traces) == 1 else None,
-            fps=fps,
-            max_frames=max_frames,
-            clock=clock,
-            theme=theme,
-        )
+        rows = recorded.statistics(row) if len(recorded.traces) == 1 else None
+        how: dict[str, Any] = {"fps": fps, "max_frames": max_frames, "clock": clock, "theme": theme}
+        viz().animate(recorded.traces, out, statistics=rows, **how)
     say(f"animation in {out}{recorded.how}")
 
 
@@ -323,25 +315,20 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
     tile = values.one_tiling(how.tiling, whole, names, [how.direction], device)
     tiles = {"forward": None, how.direction: tile}
     cost = values.foresee(arrays, mask, names, tiles, device)
-    traces = []
+    asked: dict[str, Any] = {
+        "causal": mask.causal,
+        "window": values.window(mask),
+        "device": how.device,
+    }
+    asked |= {"tiling": None if backward else tile, **values.unscaled(arrays)}
+    traces: list[Any] = []
     with working("simulating", cost):
         for name in names:
-            forward = execution.run(
-                *arrays[:3],
-                algorithm=name,
-                causal=mask.causal,
-                window=values.window(mask),
-                tiling=None if backward else tile,
-                device=how.device,
-                trace=not backward,
-                **values.unscaled(arrays),
-            )
-            if not backward:
-                traces.append(forward.trace)
-                continue
-            dout = arrays.gradient(source.tensors.seed + 1)
-            traces.append(forward.backward(dout, tiling=tile, trace=True).trace)
-    return Recordings([t for t in traces if t is not None], arrays.q, arrays.k)
+            ran: Any = execution.run(*arrays[:3], algorithm=name, trace=not backward, **asked)
+            if backward:
+                ran = ran.backward(arrays.gradient(tensors.seed + 1), tiling=tile, trace=True)
+            traces.append(ran.trace)
+    return Recordings(traces, arrays.q, arrays.k)
 
 
 def _io_sweep(source: opt.Source, over: str) -> Sweep:

@@ -109,10 +109,7 @@ def ladder(
         climb = rungs_of.climb(
             **{"n_kv": asked["n_q"], **asked},
             tiling=values.tiling(tiling, asked["head_dim"], False),
-            device=device,
-            rungs=names,
-            magnify=magnify,
-            seed=seed,
+            **{"device": device, "rungs": names, "magnify": magnify, "seed": seed},
         )
     return climb.table()
 
@@ -172,22 +169,15 @@ def precision(
     from flashsim.studies import precision as lab
 
     ready_to_draw(plot)
+    how: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "seed": seed}
     if published:
         never = ("kinds", "points", "algorithm", "causal", "plot")
         refuse_unused(typed, "--published, which rounds fixed sets of values", never=never)
         with working("rounding"):
-            return [lab.presets(n, dtype=dtype, head_dim=head_dim, seed=seed) for n in n_q]
+            return [lab.presets(n, **how) for n in n_q]
+    how |= {"kinds": kinds, "points": points, "algorithm": algorithm, "causal": causal}
     with working("rounding"):
-        measured = lab.laboratory(
-            n_q,
-            dtype=dtype,
-            kinds=kinds,
-            points=points,
-            algorithm=algorithm,
-            head_dim=head_dim,
-            causal=causal,
-            seed=seed,
-        )
+        measured = lab.laboratory(n_q, **how)
     if plot is not None:
         draw("precision", measured, plot, {})
     return measured.tables(), [measured.table()]

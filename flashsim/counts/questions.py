@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flashsim import report
-from flashsim.counts.work import KINDS
+from flashsim.counts.work import KINDS, on_chip_bytes, stage_work, total_flops
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -21,6 +22,7 @@ OPS = ("load", "store", "reduce")
 
 
 Transfers = Mapping[tuple[str, str, str], int]
+Extent = tuple[int, int, int]
 
 
 class Answers:
@@ -43,8 +45,7 @@ class Answers:
         def tiling(self) -> Tiling: ...  # noqa: D102
         @property
         def parts(self) -> int: ...  # noqa: D102
-        @property
-        def _work(self) -> tuple[dict[str, int], dict[str, int]]: ...
+        def _extents(self) -> Iterator[tuple[plans.Stage, Extent, Extent]]: ...
         def compulsory(self) -> int: ...  # noqa: D102
         def peak_sram(self) -> int: ...  # noqa: D102
 
@@ -82,6 +83,22 @@ class Answers:
         for (_, op, tensor), nbytes in self.transfers.items():
             result.setdefault(tensor, dict.fromkeys(OPS, 0))[op] += nbytes
         return result
+
+    @cached_property
+    def _work(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The FLOPs by kind and the on-chip bytes by operation, over all stages.
+
+        `_extents` yields each stage with two sums over all heads, of the tiles of its visits and of
+        its outer steps. A sum consists of rows, columns and scores.
+        """
+        flops: Counter[str] = Counter()
+        chip: Counter[str] = Counter()
+        for stage, visits, steps in self._extents():
+            work = stage_work(self.problem, self.algorithm, self.direction, stage.name)
+            for ops, extent in ((work.visit, visits), (work.outer, steps)):
+                flops.update(total_flops(ops, *extent))
+                chip.update(on_chip_bytes(ops, stage, *extent))
+        return dict(flops), dict(chip)
 
     def flops(self, kind: str | None = None) -> int:
         """Return the FLOPs over all heads, of one kind in `work.KINDS` or of all kinds."""

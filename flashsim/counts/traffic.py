@@ -8,14 +8,13 @@ same bytes and FLOPs.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from flashsim.counts.forms import Forms
-from flashsim.counts.questions import OPS, Answers
-from flashsim.counts.work import on_chip_bytes, stage_work, total_flops
+from flashsim.counts.questions import OPS, Answers, Extent
 from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -81,30 +80,22 @@ class Traffic(Answers):
         """Return the bytes that any algorithm must move: each input and each output once."""
         return compulsory(self.problem, self.direction)
 
-    @property
-    def _work(self) -> tuple[dict[str, int], dict[str, int]]:
-        flops: Counter[str] = Counter()
-        chip: Counter[str] = Counter()
+    def _extents(self) -> Iterator[tuple[plans.Stage, Extent, Extent]]:
         p = self.problem
         for stage in self.stages:
-            work = stage_work(p, self.algorithm, self.direction, stage.name)
-            sums = self.schedule(stage).sums
+            schedule = self.schedule(stage)
+            sums = schedule.sums
             walks, _ = plans.heads_of(stage, p)
-            members = plans.members_of(stage, p, self.split)
+            each = walks * plans.members_of(stage, p, self.split)
             if stage.outer == "keys":
                 step = 0, p.n_kv, 0
             elif stage.parts:
-                whole, parts = self.schedule(stage).part_sums
+                whole, parts = schedule.part_sums
                 step = parts + (whole if stage.parts == "walks" else 0), 0, 0
             else:
-                step = self.schedule(stage).n_rows, 0, sums.area if stage.whole_rows else 0
-            for ops, extent, repeat in (
-                (work.visit, (sums.col_rows, sums.row_cols, sums.area), walks * members),
-                (work.outer, step, walks),
-            ):
-                flops.update(total_flops(ops, *(repeat * n for n in extent)))
-                chip.update(on_chip_bytes(ops, stage, *(repeat * n for n in extent)))
-        return dict(flops), dict(chip)
+                step = schedule.n_rows, 0, sums.area if stage.whole_rows else 0
+            visits = each * sums.col_rows, each * sums.row_cols, each * sums.area
+            yield stage, visits, (walks * step[0], walks * step[1], walks * step[2])
 
     def peak_sram(self) -> int:
         """Return the largest number of bytes that a thread block has on chip, over all stages."""

@@ -21,6 +21,10 @@ from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.tiling import Tiling
 
 
+def _card(result: Spread | SpreadGradients) -> str:
+    return report.card(result) + report.tabled(result.account)
+
+
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Spread:
@@ -36,9 +40,7 @@ class Spread:
     _run: _SpreadRun = field(repr=False)
 
     __repr__ = report.short
-
-    def _repr_html_(self) -> str:
-        return report.card(self) + report.tabled(self.account)
+    _repr_html_ = _card
 
     @property
     def group(self) -> Group:
@@ -68,9 +70,7 @@ class SpreadGradients:
     account: Account
 
     __repr__ = report.short
-
-    def _repr_html_(self) -> str:
-        return report.card(self) + report.tabled(self.account)
+    _repr_html_ = _card
 
 
 @own_errors
@@ -310,8 +310,8 @@ class _SpreadRun(Ranks):
 
     def _pass_keys(self, step: int) -> None:
         """Let every rank send its K and V of this step to the next rank in the ring."""
-        for name, tensor in (("k", "K"), ("v", "V")):
-            self.send(tensor, f"visiting_{name}" if step else name, f"incoming_{name}")
+        for name in ("k", "v"):
+            self.send(name.upper(), f"visiting_{name}" if step else name, f"incoming_{name}")
 
     def _pass_gradients(self) -> None:
         """Let every rank send its dK and dV, if it has any, to the next rank in the ring."""

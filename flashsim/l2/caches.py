@@ -1,7 +1,5 @@
 """Simulates two caches, compiled by Numba: a textbook cache, and one built like a GPU's L2."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

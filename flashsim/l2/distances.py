@@ -1,7 +1,5 @@
 """Computes stack distances: the size of the smallest cache in which a request hits."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import int64, njit
 from numba.typed import Dict

@@ -4,8 +4,6 @@ A request to L2 is a tile number and a code. The code is the request's operation
 SIDE if the SM belongs to the second partition.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -94,38 +94,24 @@ class Dram:
 
     def table(self) -> report.Table:
         """Return a table that lists each kernel's requested bytes and DRAM bytes."""
-        r, table = self.requested, self._empty()
-        for part in self.stages:
-            asked = {
-                op: sum(
-                    nbytes
-                    for (stage, its_op, _), nbytes in r.transfers.items()
-                    if (stage, its_op) == (part.name, op)
-                )
-                for op in questions.OPS
-            }
-            totals = [sum(getattr(part, op).values()) for op in OPS]
-            table.add(part.name, *asked.values(), *totals)
-        totals = [self.bytes(op) for op in OPS]
-        table.add("all", *(r.bytes(op) for op in questions.OPS), *totals)
-        return table
-
-    def _empty(self) -> report.Table:
-        r = self.requested
-        return report.Table(
+        r, columns = self.requested, ("stage", *(f"{op} B" for op in questions.OPS))
+        table = report.Table(
             f"{r.algorithm} {r.direction}, {questions.in_words(r.problem)}, tiles {r.tiling}, "
             f"{r.device.name}: "
             f"L2 of {r.device.l2_bytes:,} B, {self.model.launch}, "
             f"{'empty' if self.model.flush else 'warm'} L2 at kernel start",
-            (
-                *("stage", "load B", "store B", "reduce B"),
-                *("DRAM read B", "DRAM write B", "pending B"),
-            ),
+            (*columns, "DRAM read B", "DRAM write B", "pending B"),
             note=(
                 f"compulsory {r.compulsory():,} B · L2 hit rate {self.hit_rate():.1%} · simulated; "
                 "docs/reference/predictions.md compares the model with hardware counters"
             ),
         )
+        for part in self.stages:
+            moved = questions.by_operation(r.transfers, (part.name,))
+            asked = (sum(n for (op, _), n in moved.items() if op == its) for its in questions.OPS)
+            table.add(part.name, *asked, *(sum(getattr(part, op).values()) for op in OPS))
+        table.add("all", *(r.bytes(op) for op in questions.OPS), *(self.bytes(op) for op in OPS))
+        return table
 
     _repr_html_ = report.tabled
 

@@ -128,57 +128,46 @@ def rows_of(
     """Return a `ByteRow` per operation and tensor, given each tensor's `compulsory` bytes."""
     a, asked = g.record.accesses, g.record.bytes_asked
     found = []
-    reasons = dict(_reasons(g))
+    masked = masked_visits(g)
     for code, label in enumerate(g.labels):
         mine = (a["tensor"] == code) & (a["active"] > 0)
         read, written = compulsory(label)
         for op in np.unique(a["op"][mine]).tolist():
             nbytes = int(asked[mine & (a["op"] == op)].sum())
-            want = None if expected is None else expected.transfers.get((OPS[op], label), 0)
-            if expected is not None and label not in {t for _, t in expected.transfers}:
-                want = None
-            why = tuple(reasons.get((op, code), ()))
+            want = None
+            if expected is not None and label in {t for _, t in expected.transfers}:
+                want = expected.transfers.get((OPS[op], label), 0)
+            why = tuple(_reasons(g, op, code, masked))
             least = read if op == LOAD else written
             found.append(ByteRow(OPS[op], label, nbytes, want, least, why))
     return found
 
 
-def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
+def _reasons(g: Geometry, op: int, code: int, masked: np.ndarray) -> Iterator[Reason]:
     """Yield reasons for excess bytes: masked tiles, repeated loads, tiles that cross heads."""
     a = g.record.accesses
-    masked = masked_visits(g)
-    for code, tensor in enumerate(g.record.tensors):
-        if tensor.dtype.startswith(("int", "uint")):
-            continue  # offsets and lengths: loading such a number again costs nothing
-        for op in np.unique(a["op"][a["tensor"] == code]).tolist():
-            mine = np.flatnonzero((a["tensor"] == code) & (a["op"] == op) & (a["active"] > 0))
-            if not len(mine):
-                continue
-            found = []
-            skipped = mine[masked[mine]]
-            inner = (g.sides[code].axis != ROW) == (g.outer[int(a["launch"][mine[0]])] == "queries")
-            if op == LOAD and len(skipped) and inner:
-                found.append(_masked(g, code, skipped))
-            rest = mine[~masked[mine]] if found else mine
-            again = _repeated(g, rest)
-            if op == LOAD and len(again):
-                found.append(_again(g, code, rest, again))
-            beyond = mine[g.spans[mine] > 1]
-            if op == LOAD and len(beyond) and g.leads[code] > 1:
-                where = said(_lines(g, beyond))
-                text = f"rows of the next head are also loaded, in {where}"
-                found.append(Reason("next head", text, 0, _lines(g, beyond)))
-            if found:
-                yield (op, code), found
+    mine = np.flatnonzero((a["tensor"] == code) & (a["op"] == op) & (a["active"] > 0))
+    # Offsets and lengths are integers: loading such a number again costs nothing.
+    if op != LOAD or g.record.tensors[code].dtype.startswith(("int", "uint")):
+        return
+    rest, skipped = mine, mine[masked[mine]]
+    inner = (g.sides[code].axis != ROW) == (g.outer[int(a["launch"][mine[0]])] == "queries")
+    if len(skipped) and inner:
+        yield _masked(g, code, skipped)
+        rest = mine[~masked[mine]]
+    again = _repeated(g, rest)
+    if len(again):
+        yield _again(g, code, rest, again)
+    beyond = mine[g.spans[mine] > 1]
+    if len(beyond) and g.leads[code] > 1:
+        lines = _lines(g, beyond)
+        text = f"rows of the next head are also loaded, in {said(lines)}"
+        yield Reason("next head", text, 0, lines)
 
 
 def _lines(g: Geometry, accesses: np.ndarray) -> tuple[int, ...]:
     numbers = np.unique(g.record.accesses["line"][accesses]).tolist()
     return tuple(sorted(g.record.lines[n][1] for n in numbers))
-
-
-def _bytes(g: Geometry, accesses: np.ndarray) -> int:
-    return int(g.record.bytes_asked[accesses].sum())
 
 
 def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
@@ -189,7 +178,7 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
         f"program{'s' * (programs != 1)}, {said(lines)}: limit the loop to tiles that the mask "
         "keeps"
     )
-    return Reason("masked tiles", text, _bytes(g, accesses), lines)
+    return Reason("masked tiles", text, int(g.record.bytes_asked[accesses].sum()), lines)
 
 
 def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
@@ -210,18 +199,18 @@ def _again(g: Geometry, code: int, accesses: np.ndarray, again: np.ndarray) -> R
     counts = np.bincount(_tiles(g, accesses))
     times = int(np.median(counts[counts > 1]))
     word = {2: "twice", 3: "three times"}.get(times, f"{times} times")
-    all_tiles = bool((counts > 1).all())
     lines = _lines(g, again)
     others = tuple(x for x in _lines(g, accesses) if x not in lines)
     programs = np.unique(g.record.accesses["program"][again])
     total = g.record.launches[int(g.record.accesses["launch"][again[0]])].programs
     who = "every program" if len(programs) == total else f"{len(programs)} of {total} programs"
-    what = f"each {g.labels[code]} tile" if all_tiles else f"{int((counts > 1).sum())} tiles"
     before = f" (first in {said(others)})" if others else ""
-    text = f"{what} is loaded {word} by {who}, {said(lines)}{before}"
-    if not all_tiles:
-        text = f"{what} of {g.labels[code]} are loaded {word}, by {who}, {said(lines)}{before}"
-    return Reason("loaded again", text, _bytes(g, again), lines)
+    label = g.labels[code]
+    text = f"each {label} tile is loaded {word} by {who}, {said(lines)}{before}"
+    if not (counts > 1).all():
+        many = int((counts > 1).sum())
+        text = f"{many} tiles of {label} are loaded {word}, by {who}, {said(lines)}{before}"
+    return Reason("loaded again", text, int(g.record.bytes_asked[again].sum()), lines)
 
 
 def said(lines: tuple[int, ...]) -> str:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 #: A callback for each access of a program that runs again. Its arguments: operation, tensor code,
 #: element offsets, and a function that returns the program's current variables by name.
-Look = Callable[[int, int, np.ndarray, Callable[[], Mapping[str, np.ndarray]]], None]
+Look = Callable[[int, int, np.ndarray, "Variables"], None]
+Variables = Callable[[], Mapping[str, np.ndarray]]
 #: Runs a verdict's program again, and calls a `Look` for each of its accesses.
 Again = Callable[[Verdict, Look], None]
 
@@ -80,35 +81,38 @@ class Follower:
             self._name(right, rows, variables)
             if not self.names:
                 return
-        wrong, good = {}, []
+        wrong: list[str] = []
+        good: list[str] = []
+        row = 0
         for what, name in self.names.items():
             if name not in variables or variables[name].shape[:1] != m.shape:
                 continue
             off = [self._off(variables[name], want, rows) for want in right[what]]
             best = min(off, key=lambda one: int(one.sum()))
-            if best.any():
-                wrong[name] = best
-            else:
-                good.append(name)
+            if best.any() and not wrong:
+                row = self.first_row + int(np.argmax(best))
+            (wrong if best.any() else good).append(name)
         if wrong:
-            self._say(wrong, good)
+            last = " and ".join(good), "are" if len(good) > 1 else "is"
+            first, end = self.seen[-1]
+            self.found = (
+                f"the program's first wrong step is step {len(self.seen)}, keys {first} to "
+                f"{end - 1}: {' and '.join(wrong)} {'are' if len(wrong) > 1 else 'is'} wrong from "
+                f"row {row} on" + ("; {} {} still right".format(*last) if good else "")
+            )
 
-    def _name(
-        self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
-    ) -> None:
+    def _name(self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, its: Mapping) -> None:
         """Find the variables that hold m, l and the accumulator, by comparing values."""
         for what, possible in right.items():
-            for name, value in variables.items():
-                fits = any(
-                    value.shape == want.shape and not self._off(value, want, rows).any()
-                    for want in possible
-                )
+            for name, value in its.items():
+                same = [want for want in possible if want.shape == value.shape]
+                fits = any(not self._off(value, want, rows).any() for want in same)
                 if fits and name not in self.names.values():
                     self.names[what] = name
                     break
             else:
-                usual = [n for n in _USUAL[what] if n in variables]
-                if usual and variables[usual[0]].shape == possible[0].shape:
+                usual = [n for n in _USUAL[what] if n in its][:1]
+                if usual and its[usual[0]].shape == possible[0].shape:
                     self.names[what] = usual[0]
 
     def _off(self, value: np.ndarray, want: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -118,17 +122,6 @@ class Follower:
         scale = np.abs(want[rows]).max(initial=1e-3)
         near = np.abs(np.asarray(value, np.float64) - want) <= self.relative * scale
         return ~near.reshape(len(rows), -1).all(axis=1) & rows
-
-    def _say(self, wrong: Mapping[str, np.ndarray], good: list[str]) -> None:
-        step, (first, last) = len(self.seen), self.seen[-1]
-        what = " and ".join(wrong)
-        row = self.first_row + int(np.argmax(next(iter(wrong.values()))))
-        many = len(wrong) > 1
-        right = f"; {' and '.join(good)} {'are' if len(good) > 1 else 'is'} still right"
-        self.found = (
-            f"the program's first wrong step is step {step}, keys {first} to {last - 1}: {what} "
-            f"{'are' if many else 'is'} wrong from row {row} on{right if good else ''}"
-        )
 
 
 def followed(
@@ -154,11 +147,9 @@ def followed(
     narrow = p.dtype not in ("float32", "float64")
     follower = Follower(scores, x["V"][key], first, 2e-2 if narrow else 1e-3)
 
-    def look(
-        op: int, code: int, offsets: np.ndarray, variables: Callable[[], Mapping[str, np.ndarray]]
-    ) -> None:
+    def look(op: int, code: int, offsets: np.ndarray, variables: Variables) -> None:
         label = g.labels[code] if code >= 0 else ""
-        if (op == LOAD and label != "K") or (op != LOAD and label not in ("O", "L")):
+        if label not in (("K",) if op == LOAD else ("O", "L")):
             return
         found = {name: x[: len(rows)] for name, x in variables().items()}
         if op != LOAD:

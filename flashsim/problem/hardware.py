@@ -277,6 +277,20 @@ def _preset(name: str, cc: tuple[int, int], sms: int, sram_kib: tuple[int, int],
 
 
 # sram_kib = (largest per block, per SM), [C]. Every SM has 64 Ki registers of 4 B [C].
+_A100 = _preset(
+    "A100", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=40 << 30,
+    l2_partitions=2, hbm_bandwidth=1555e9, l2_bandwidth=5400e9,
+    tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
+    cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
+    source="[A] SXM4 40 GB; L2 bandwidth [E]", link="NVLink 3",
+)  # fmt: skip
+_H100 = _preset(
+    "H100", (9, 0), 132, (227, 228), l2_bytes=50 * MIB, hbm_bytes=80 << 30,
+    l2_partitions=2, hbm_bandwidth=3352e9, l2_bandwidth=9800e9,
+    tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4, **_fp8(1978.9)),
+    cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
+    source="[H] SXM5; L2 bandwidth [E]", link="NVLink 4",
+)  # fmt: skip
 _ALL = [
     _preset(
         "V100", (7, 0), 80, (96, 96), l2_bytes=6 * MIB, hbm_bytes=32 << 30,
@@ -292,19 +306,10 @@ _ALL = [
         cuda_flops=_tera(float64=0.254, float32=8.1, float16=16.2),
         source="[T]; L2 bandwidth [J]", link="PCIe 3 x16",
     ),
-    _preset(
-        "A100", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=40 << 30,
-        l2_partitions=2, hbm_bandwidth=1555e9, l2_bandwidth=5400e9,
-        tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
-        cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
-        source="[A] SXM4 40 GB; L2 bandwidth [E]", link="NVLink 3",
-    ),
-    _preset(
-        "A100-80GB", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=80 << 30,
-        l2_partitions=2, hbm_bandwidth=2039e9, l2_bandwidth=5400e9,
-        tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
-        cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
-        source="[A] SXM4 80 GB; L2 bandwidth [E]", link="NVLink 3",
+    _A100,
+    replace(
+        _A100, name="A100-80GB", hbm_bytes=80 << 30, hbm_bandwidth=2039e9,
+        source="[A] SXM4 80 GB; L2 bandwidth [E]",
     ),
     _preset(
         "RTX 3090", (8, 6), 82, (99, 100), l2_bytes=6 * MIB, hbm_bytes=24 << 30,
@@ -335,19 +340,10 @@ _ALL = [
         cuda_flops=_tera(float64=1.43, float32=91.6, float16=91.6, bfloat16=91.6),
         source="[S]; L2 bandwidth [E]", link="PCIe 4 x16",
     ),
-    _preset(
-        "H100", (9, 0), 132, (227, 228), l2_bytes=50 * MIB, hbm_bytes=80 << 30,
-        l2_partitions=2, hbm_bandwidth=3352e9, l2_bandwidth=9800e9,
-        tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4, **_fp8(1978.9)),
-        cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
-        source="[H] SXM5; L2 bandwidth [E]", link="NVLink 4",
-    ),
-    _preset(
-        "H200", (9, 0), 132, (227, 228), l2_bytes=60 * MIB, hbm_bytes=141 << 30,
-        l2_partitions=2, hbm_bandwidth=4800e9, l2_bandwidth=9800e9,
-        tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4, **_fp8(1978.9)),
-        cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
-        source="[I] SXM; L2 bandwidth [E]", link="NVLink 4",
+    _H100,
+    replace(
+        _H100, name="H200", l2_bytes=60 * MIB, hbm_bytes=141 << 30, hbm_bandwidth=4800e9,
+        source="[I] SXM; L2 bandwidth [E]",
     ),
     _preset(
         "B200", (10, 0), 148, (227, 228), l2_bytes=132_644_864, hbm_bytes=180 << 30,

@@ -62,8 +62,8 @@ def attention(
     out : ndarray, (batch, heads, n_q, d_v)
     lse : ndarray, (batch, heads, n_q)
     """
-    q, k, v, bias, _ = _checked(problem, dtype, bias, q=q, k=k, v=v)
-    captured, sinks = _checked_of_functions(problem, captured, sinks)
+    arrays = {"q": q, "k": k, "v": v}
+    q, k, v, bias, captured, sinks, _ = _checked(problem, dtype, arrays, bias, captured, sinks)
     P, lse, _ = _probabilities(q, k, problem, bias, dtype, captured, sinks)
     return _round(P @ _per_head(v, problem), dtype), lse
 
@@ -90,8 +90,10 @@ def gradients(
     / dS = P, `dlse` of shape (batch, heads, n_q) adds P dlse to dS.
     """
     p = problem
-    q, k, v, dout, bias, dlse = _checked(p, dtype, bias, dlse, q=q, k=k, v=v, dout=dout)
-    captured, sinks = _checked_of_functions(p, captured, sinks)
+    arrays = {"q": q, "k": k, "v": v, "dout": dout}
+    q, k, v, dout, bias, captured, sinks, dlse = _checked(
+        p, dtype, arrays, bias, captured, sinks, dlse
+    )
     P, lse, before = _probabilities(q, k, p, bias, dtype, captured, sinks)
     dO = dout.astype(np.float64)
     q64 = q.astype(np.float64)
@@ -137,7 +139,7 @@ def finite_difference(
     differ by about ``step ** 2``.
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout}
-    q, k, v, dout, bias, dlse = _checked(problem, "float64", bias, dlse, **arrays)
+    q, k, v, dout, bias, *_, dlse = _checked(problem, "float64", arrays, bias, dlse=dlse)
     rng = np.random.default_rng(seed)
     inputs = {"dq": q, "dk": k, "dv": v, **({} if bias is None else {"dbias": bias})}
     inputs = {name: x.astype(np.float64) for name, x in inputs.items()}
@@ -169,26 +171,20 @@ def tf32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
 
 
-def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any) -> tuple[Any, ...]:
-    """Return the inputs and the bias as NumPy arrays, after checking types and shapes."""
+def _checked(
+    p: Problem,
+    dtype: str,
+    inputs: dict[str, Any],
+    bias: Any,
+    captured: Any = (),
+    sinks: Any = None,
+    dlse: Any = None,
+) -> tuple[Any, ...]:
+    """Return all arguments from `inputs` on as NumPy arrays, once checked; sinks in float64."""
     checks.one_of("dtype", dtype, (*checks.DTYPES, "tf32"))
-    arrays = {name: checks.as_array(name, x) for name, x in inputs.items()}
-    bias, dlse = (
-        None if x is None else checks.as_array(name, x)
-        for name, x in (("bias", bias), ("dlse", dlse))
-    )
-    for name, x in arrays.items():
-        heads, rows = (p.heads, p.n_q) if name in ("q", "dout") else (p.kv_heads, p.n_kv)
-        shape = (p.batch, heads, rows, p.head_dim if name in "qk" else p.head_dim_v)
-        if x.shape != shape:
-            raise ShapeError(
-                f"{name} must have shape {shape}, as the problem requires, got {x.shape}"
-            )
-    of_lse = (p.batch, p.heads, p.n_q)
-    if dlse is not None and dlse.shape != of_lse:
-        raise ShapeError(
-            f"dlse must have shape {of_lse}, as the problem requires, got {dlse.shape}"
-        )
+    arrays = {name: _shaped(p, name, x) for name, x in inputs.items()}
+    dlse = None if dlse is None else _shaped(p, "dlse", dlse)
+    bias = None if bias is None else checks.as_array("bias", bias)
     shape = (p.batch, p.heads, p.n_q, p.n_kv)
     if bias is not None and any(
         have not in (1, full) for have, full in zip_longest(bias.shape, shape)
@@ -196,13 +192,6 @@ def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any)
         raise ShapeError(
             f"bias must have shape {shape} (each length may also be 1), got {bias.shape}"
         )
-    return (*arrays.values(), bias, dlse)
-
-
-def _checked_of_functions(
-    p: Problem, captured: Any, sinks: Any
-) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
-    """Return a score function's captured arrays, and the sinks in float64, after checking them."""
     wanted = () if p.score_mod is None else p.score_mod.arrays
     if not isinstance(captured, Sequence) or len(captured) != len(wanted):
         names = ", ".join(a.name for a in wanted) or "none"
@@ -210,13 +199,25 @@ def _checked_of_functions(
             "captured= must be a sequence of the arrays that the score function reads "
             f"({names}), got {shown(captured)}"
         )
-    arrays = tuple(checks.as_array(a.name, x) for a, x in zip(wanted, captured, strict=True))
-    for a, x in zip(wanted, arrays, strict=True):
-        if x.shape != a.shape:
-            raise ShapeError(
-                f"{a.name} must have shape {a.shape}, as the problem requires, got {x.shape}"
-            )
-    return arrays, None if sinks is None else checks.sinks(sinks, p.heads).astype(np.float64)
+    captured = tuple(_with_shape(a.name, x, a.shape) for a, x in zip(wanted, captured, strict=True))
+    sinks = None if sinks is None else checks.sinks(sinks, p.heads).astype(np.float64)
+    return (*arrays.values(), bias, captured, sinks, dlse)
+
+
+def _shaped(p: Problem, name: str, x: Any) -> np.ndarray:
+    """Return q, k, v, dout or dlse as a NumPy array, after checking its shape."""
+    heads, rows = (p.kv_heads, p.n_kv) if name in ("k", "v") else (p.heads, p.n_q)
+    width = () if name == "dlse" else (p.head_dim if name in ("q", "k") else p.head_dim_v,)
+    return _with_shape(name, x, (p.batch, heads, rows, *width))
+
+
+def _with_shape(name: str, x: Any, shape: tuple[int, ...]) -> np.ndarray:
+    array = checks.as_array(name, x)
+    if array.shape != shape:
+        raise ShapeError(
+            f"{name} must have shape {shape}, as the problem requires, got {array.shape}"
+        )
+    return array
 
 
 class _Before(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import OptionError, UnknownArgumentError, choices, own_errors
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 
@@ -113,16 +113,6 @@ class Precision:
 
     __repr__ = report.short
     _repr_html_ = report.card
-
-    def __new__(cls, *_: Any, **options: Any) -> Precision:
-        """Raise flashsim's error, not Python's, for an unknown keyword."""
-        known = [point.name for point in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise UnknownArgumentError(
-                    f"Precision has no argument {name!r}; choose from {choices(name, known)}"
-                )
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for point in fields(self)[:-2]:

@@ -8,22 +8,10 @@ from typing import NamedTuple
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
-from flashsim.schedule import dataflow
+from flashsim.schedule import dataflow, tensors
 from flashsim.schedule.dataflow import Outer, Per, StageDataflow
 from flashsim.schedule.names import OPS, TRANSFERS
 from flashsim.schedule.split import WHOLE, Split
-from flashsim.schedule.tensors import (
-    BIASES,
-    CAPTURED,
-    COL,
-    INPUTS,
-    ROW,
-    TILE,
-    captured,
-    reduced,
-    rows_a_scale,
-    shape,
-)
 
 ALGORITHMS = tuple(dataflow.ALGORITHMS)
 #: The algorithms with a backward pass.
@@ -201,37 +189,34 @@ def _stage(p: Problem, flow: StageDataflow) -> Stage:
 
 def _moves(p: Problem, text: str, outer: Outer) -> tuple[Move, ...]:
     wide = p.itemsize == p.compute_itemsize
+    #: Whether the problem has a tensor; it has those that are not listed.
+    present = {
+        "S_raw": p.score_mod is not None,
+        **{"dF": tensors.reduced(p), "gate": p.softcap, "dL": p.dlse, "V": not p.latent},
+        "table": p.page_size is not None,
+        **dict.fromkeys(SINKS, p.sinks),
+        **dict.fromkeys(tensors.BIASES, p.bias),
+        **{name: tensors.captured(p, name, outer) for name in tensors.CAPTURED},
+    }
     moves = []
     for part in filter(None, text.split(", ")):
         op, *names = part.split()
         for name in names:
             tensor, _, needs = name.partition("/")
-            if needs == "sink" and not p.sinks:
-                continue
-            if tensor in CAPTURED and not captured(p, tensor, outer):
-                continue
-            if (tensor == "S_raw" and p.score_mod is None) or (tensor in SINKS and not p.sinks):
-                continue
-            if tensor == "dF" and not reduced(p):
-                continue
-            if (tensor == "gate" and not p.softcap) or (tensor in BIASES and not p.bias):
-                continue
-            if (tensor == "table" and p.page_size is None) or (tensor == "V" and p.latent):
-                continue
-            if tensor == "dL" and not p.dlse:
+            if not present.get(tensor, True) or (needs == "sink" and not p.sinks):
                 continue
             if wide:
                 tensor = tensor.removesuffix("_acc")
-            of_functions = tensor in (*CAPTURED, *SINKS, "dF") or needs == "sink"
+            of_functions = tensor in (*tensors.CAPTURED, *SINKS, "dF") or needs == "sink"
             moves.append(Move(op, tensor, _tile(p, op, tensor, outer), of_functions))
-            if op == "load" and tensor in INPUTS and p.scales is not None:
+            if op == "load" and tensor in tensors.INPUTS and p.scales is not None:
                 moves.append(Move(op, f"{tensor}_scale", _scale(p, f"{tensor}_scale")))
     return tuple(moves)
 
 
 def _scale(p: Problem, name: str) -> Buffer:
-    its, every = shape(p, name), rows_a_scale(p, name)
-    row, col = (its.itemsize * (its.axis == axis) for axis in (ROW, COL))
+    its, every = tensors.shape(p, name), tensors.rows_a_scale(p, name)
+    row, col = (its.itemsize * (its.axis == axis) for axis in (tensors.ROW, tensors.COL))
     return Buffer(name, row, col, every=every)
 
 
@@ -241,17 +226,19 @@ def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
     A loaded or stored tile takes as many bytes as in HBM. An allocated tile has the accumulator
     type.
     """
-    if tensor in CAPTURED:
-        of = captured(p, tensor, outer)
+    if tensor in tensors.CAPTURED:
+        of = tensors.captured(p, tensor, outer)
         row, col, score = (of.get(side, 0) for side in ("row", "col", "score"))
         return Buffer(tensor, row, col, score, fixed=of.get("fixed", 0))
-    its = shape(p, tensor)
+    its = tensors.shape(p, tensor)
     if tensor in SINKS:
         return Buffer(tensor, fixed=its.itemsize)
     if tensor == "dF":
-        return Buffer("dF", per_score=reduced(p) * its.itemsize)
+        return Buffer("dF", per_score=tensors.reduced(p) * its.itemsize)
     width = its.elements * p.compute_itemsize if op == "alloc" else its.width
-    row, col, score = (width * (its.axis == axis) for axis in (ROW, COL, TILE))
+    row, col, score = (
+        width * (its.axis == axis) for axis in (tensors.ROW, tensors.COL, tensors.TILE)
+    )
     return Buffer(tensor.removesuffix("_acc"), row, col, score)
 
 

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from flashsim import report
 from flashsim.counts.questions import in_words
@@ -99,10 +101,7 @@ class BlockSizes(report.Tabled):
         return table
 
     def _words(self) -> str:
-        stages = dict.fromkeys(b.stage for b in self.found)
-        fitting = [
-            s for s in stages if any(b.blocks or b.seconds for b in self.found if b.stage == s)
-        ]
+        fitting = dict.fromkeys(b.stage for b in self.found if b.blocks or b.seconds)
         best = ", ".join(f"{stage} {self.best(stage).tiling}" for stage in fitting)
         return f"best: {best}" if best else "no tile fits"
 
@@ -192,47 +191,21 @@ def _blocks(
 ) -> list[TiledStage]:
     counted = Traffic(problem, tiling, algorithm, direction, device, "ascending")
     held = tiling.buffers(problem, algorithm, direction)
-    times = _times(problem, tiling, algorithm, direction, device)
+    times: dict[str, float] = {}  # of portable kernels; none if they cannot run
+    how: dict[str, Any] = {"direction": direction, "algorithm": algorithm, "tiling": tiling}
+    if algorithm in ("flash2", "flash2-fused"):
+        with suppress(TilingError, UnsupportedError):
+            prediction = predict(problem, kernels="portable", device=device, **how)
+            times = {stage.name: stage.seconds for stage in prediction.stages}
     blocks = []
-    for stage in counted.stages:
-        if not _visited(stage):
-            continue
-        schedule = counted.schedule(stage)
-        need = sum(held[stage.name].values())
+    for stage in filter(_visited, counted.stages):
+        schedule, need = counted.schedule(stage), sum(held[stage.name].values())
+        outer = schedule.t_r if stage.outer == "queries" else schedule.t_c
+        at_once = occupancy(stage, schedule, device) if need <= device.sram_bytes else 0
         nbytes = sum(n for (name, *_), n in counted.transfers.items() if name == stage.name)
-        blocks.append(
-            TiledStage(
-                stage.name,
-                tiling,
-                schedule.t_r if stage.outer == "queries" else schedule.t_c,
-                schedule.n_visits,
-                need,
-                occupancy(stage, schedule, device) if need <= device.sram_bytes else 0,
-                nbytes,
-                times.get(stage.name),
-            )
-        )
+        costs = outer, schedule.n_visits, need, at_once, nbytes, times.get(stage.name)
+        blocks.append(TiledStage(stage.name, tiling, *costs))
     return blocks
-
-
-def _times(
-    problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
-) -> dict[str, float]:
-    """Return each stage's predicted seconds with portable kernels; {} if they cannot run."""
-    if algorithm not in ("flash2", "flash2-fused"):
-        return {}
-    try:
-        prediction = predict(
-            problem,
-            direction=direction,
-            algorithm=algorithm,
-            kernels="portable",
-            tiling=tiling,
-            device=device,
-        )
-    except (TilingError, UnsupportedError):
-        return {}
-    return {stage.name: stage.seconds for stage in prediction.stages}
 
 
 __all__ = ["SIDES", "BlockSizes", "TiledStage", "mixed", "sizes"]

@@ -196,7 +196,7 @@ def _problem(call: tuple[Any, ...]) -> Problem:
         causal=bool(causal) and n_q > 1,
         window=None if left < 0 and right < 0 else (left, right),
         softcap=softcap,
-        scale=scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
+        scale=scale,
     )
 
 

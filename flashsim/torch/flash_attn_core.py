@@ -177,15 +177,13 @@ def packed_over_cache(
     if lengths is None or isinstance(lengths, int):
         lengths = [_room(cache) if lengths is None else lengths] * batch
     before = torch.as_tensor(lengths, device=q.device)
-    if cache.new_k is not None and cu_seqlens_new is None:  # (batch, n_new, heads, d)
-        of_new: tuple[int, ...] = tuple(cache.new_k.shape[1] * b for b in range(batch + 1))
-        new = (None if x is None else x.flatten(0, 1) for x in (cache.new_k, cache.new_v))
-        cache = cache._replace(**dict(zip(("new_k", "new_v"), new, strict=True)))
-    elif cache.new_k is None:
-        of_new = (0,) * (batch + 1)
-    else:
+    k, v, of_new = cache.new_k, cache.new_v, (0,) * (batch + 1)
+    if k is not None and cu_seqlens_new is not None:
         of_new = _offsets("cu_seqlens_k_new", cu_seqlens_new)
-    cache = cache._replace(lengths=before)
+    elif k is not None and v is not None:  # (batch, n_new, heads, d)
+        of_new = tuple(k.shape[1] * b for b in range(batch + 1))
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    cache = cache._replace(new_k=k, new_v=v, lengths=before)
     rows, new_rows = (_Rows.packed(of, q.device) for of in (of_q, of_new))
     q = _turned_and_appended(q, cache, scores, rows, new_rows)
     stops = [n + b - a for n, (a, b) in zip(before.tolist(), pairwise(of_new), strict=True)]

@@ -180,8 +180,8 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Gr
 
 @lru_cache(maxsize=256)
 def _whole(sizes: tuple[int, ...], dtype: str, spread: _Spread, **scores: Any) -> Group:
-    (n, *others), (ranks, scheme, ulysses) = sizes, spread
-    problem = Problem(n * ranks, n * ranks, *others, dtype, **scores)  # type: ignore[arg-type]
+    (n, d, dv, batch, heads, kv_heads), (ranks, scheme, ulysses) = sizes, spread
+    problem = Problem(n * ranks, n * ranks, d, dv, batch, heads, kv_heads, dtype, **scores)
     return Group(problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
 
 

@@ -102,9 +102,10 @@ class StageTrace:
         return rows, cols.astype(np.int64)
 
     def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
-        """Return three sums over the tiles of visits or outer steps: rows, columns and scores."""
+        """Return the rows, columns and scores of visits or outer steps, summed over all heads."""
         rows, cols = self.sides(tiles["i"], tiles["j"])
-        return int(rows.sum()), int(cols.sum()), int((rows * cols).sum())
+        sums = int(rows.sum()), int(cols.sum()), int((rows * cols).sum())
+        return self.repeat * sums[0], self.repeat * sums[1], self.repeat * sums[2]
 
     def expand(self, number: int) -> np.ndarray:
         """Return the events of all heads; `number` is the stage's index in the trace."""

@@ -15,10 +15,11 @@ import numpy as np
 
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
-from flashsim.counts.work import KINDS, on_chip_bytes, stage_work, total_flops
+from flashsim.counts.work import KINDS
 from flashsim.errors import DTypeError, TraceError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
+from flashsim.schedule import plans
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.schedule.schedule import Schedule
 from flashsim.trace.events import EVENT, StageTrace, Structured, buffer_of, gain
@@ -142,24 +143,17 @@ class Trace(Recording, questions.Answers):
 
     @cached_property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The FLOPs by kind and the on-chip bytes, computed from the executed visits and steps."""
-        flops: Counter[str] = Counter()
-        chip: Counter[str] = Counter()
-        for stage in self.stages:
-            if stage.costs is not None:
-                *of_kinds, read, write = (stage.costs.sum(axis=0) * stage.repeat).tolist()
-                flops.update(dict(zip(KINDS, of_kinds, strict=True)))
-                chip.update(read=read, write=write)
-                continue
-            work = stage_work(self.problem, self.algorithm, self.direction, stage.name)
+        if self.own is None:
+            return super()._work
+        costs = [s.repeat * s.costs.sum(axis=0) for s in self.stages if s.costs is not None]
+        *of_kinds, read, write = np.sum(costs, axis=0).tolist()
+        return dict(zip(KINDS, of_kinds, strict=True)), {"read": read, "write": write}
+
+    def _extents(self) -> Iterator[tuple[plans.Stage, questions.Extent, questions.Extent]]:
+        for stage in self.stages:  # the executed visits and steps
             done = stage.events[stage.events["op"] == COMPUTE]
-            visited = done[done["visit"] >= 0]
-            outer = done[done["visit"] < 0]
-            for ops, tiles in ((work.visit, visited), (work.outer, outer)):
-                extent = [stage.repeat * n for n in stage.extent(tiles)]
-                flops.update(total_flops(ops, *extent))
-                chip.update(on_chip_bytes(ops, stage.stage, *extent))
-        return dict(flops), dict(chip)
+            visiting = done["visit"] >= 0
+            yield stage.stage, stage.extent(done[visiting]), stage.extent(done[~visiting])
 
     # -- SRAM -----------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """`DecodeOptions`: the options of decoding in one object say the same as keywords, everywhere."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from refusals import refusals, refused
@@ -66,6 +68,12 @@ def test_a_prediction_takes_the_splits_and_the_lengths():
     assert loaded[0] == loaded[1] < loaded[2]
 
 
+def test_a_prediction_of_what_the_decode_kernel_packs():
+    assert predict(LONG, pack_gqa=True, **HOW).seconds == predict(LONG, **HOW).seconds
+    alone = replace(LONG, kv_heads=LONG.heads)  # nothing to pack
+    assert predict(alone, pack_gqa=False, **HOW).seconds == predict(alone, **HOW).seconds
+
+
 def test_lengths_on_a_gpu_are_not_read():
     class OnGpu:
         shape, dtype = (2,), "int32"
@@ -100,7 +108,10 @@ predict(LONG, decode=USUAL, splits=2, **HOW) -> OptionError: in addition to deco
 run(Q, K, V, decode={}, **HOW) -> DTypeError: flashsim.DecodeOptions
 count(P, decode=DecodeOptions(block_table=TABLE), **HOW) -> OptionError: has no page_size
 count(P, decode=DecodeOptions(head_dim_v=8), **HOW) -> OptionError: latent=True, head_dim_v=8
-predict(LONG, decode=DecodeOptions(pack_gqa=False), **HOW) -> UnsupportedError: pack_gqa
+predict(LONG, decode=DecodeOptions(pack_gqa=False), **HOW)
+    -> UnsupportedError: always packs the query heads ... leave out pack_gqa=
+predict(LONG, pack_gqa=False, **HOW)
+    -> UnsupportedError: always packs the query heads ... leave out pack_gqa=
 predict(LONG, decode=DecodeOptions(shared_prefix=16), **HOW) -> UnsupportedError: shared_prefix
 """)
 

@@ -12,7 +12,7 @@ import pytest
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends.launch.device_tables import lower
-from flashsim.backends.launch.functions import band_of, functions_of, ramp_of, tile_of
+from flashsim.backends.launch.functions import functions_of, plain_of, ramp_of, tile_of
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE
@@ -758,7 +758,7 @@ def test_an_index_that_stays_inside_its_array_is_not_checked():
 
 def of_reads(score, n=(150, 200), **more):
     p = problem(*n, 64, None, score, **more)
-    return tile_of(p), band_of(p)
+    return tile_of(p), plain_of(p).band
 
 
 def test_what_comes_by_tma_or_is_read_ahead():

@@ -234,6 +234,18 @@ def test_other_errors_pass_as_they_are(failure, host):
     assert caught.value is failure
 
 
+def test_backward_passes_share_a_plan_whether_heads_were_packed_or_not(monkeypatch):
+    monkeypatch.setattr(cupy_engine, "_planned", lambda *how: how)
+
+    def planned(direction, **options):
+        job = Job(P, None, None, None, options={"kernel": "hopper", **options})
+        return cupy_engine._plan(None, job, direction, Host())[:-1]
+
+    assert planned("backward", pack_gqa=True) == planned("backward")
+    assert planned("forward", pack_gqa=True) != planned("forward")
+    assert ("kernel", "hopper") in planned("backward")[-1]
+
+
 # -- backends by name -----------------------------------------------------------------------------
 
 

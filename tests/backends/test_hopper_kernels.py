@@ -28,6 +28,7 @@ from flashsim.backends.cupy_gpu import tensor_maps
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.backends.launch_policy import cost_model
+from flashsim.backends.launch_policy.clusters import fastest_cluster, shared_launches
 from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
 from flashsim.backends.launch_policy.hopper_kernels import Rings
@@ -396,7 +397,7 @@ def test_clusters_take_what_whole_rounds_of_items_leave():
 def test_equal_work_tiles_are_shared_only_where_all_end_sooner(items, steps):
     """By launches simulated block by block, clusters first."""
     known = cost_model.HOPPER_BACKWARD[128].fused, cost_model.ADDING_UP[128]
-    launches = cost_model.shared_launches(items, steps, *known, H200)
+    launches = shared_launches(items, steps, *known, H200)
     assert sum(n for _, n in launches) == items
     sizes = [cluster for cluster, _ in launches]
     assert sizes == sorted(set(sizes), reverse=True)
@@ -427,9 +428,9 @@ def test_launches_of_long_equal_work_tiles(items, launches):
     """An H100 runs 66 clusters of two, 30 of four or 15 of eight at once, by its driver."""
     gpu = replace(H200, clusters=((2, 66), (4, 30), (8, 15)))
     known = cost_model.HOPPER_BACKWARD[64].fused, cost_model.ADDING_UP[64]
-    assert cost_model.shared_launches(items, 352, *known, gpu) == launches
-    assert cost_model.shared_launches(items, 352, *known, H200) == launches  # known by fractions
-    few = cost_model.shared_launches(items, 4, *known, gpu)
+    assert shared_launches(items, 352, *known, gpu) == launches
+    assert shared_launches(items, 352, *known, H200) == launches  # known by fractions
+    few = shared_launches(items, 4, *known, gpu)
     assert len(few) == 1  # the time saved is less than a launch takes
 
 
@@ -624,7 +625,7 @@ def test_a_cluster_takes_what_its_blocks_have_left_each():
     times = cost_model.Times(item=4.0, visit=2.0), 2.0
 
     def fastest(steps, processors, clusters=()):
-        return cost_model.fastest_cluster(1, np.array(steps), *times, processors, clusters)
+        return fastest_cluster(1, np.array(steps), *times, processors, clusters)
 
     assert fastest([16, 16], 2) == 1  # nobody is idle
     assert fastest([16, 16], 4) == 2  # 4 + 32; 4 + 16 + 2; one place for four blocks
@@ -829,7 +830,7 @@ def plain_times(monkeypatch):
     """dK's and dV's items take 2 + 2 µs a visit, dQ's 1 + 1, the fused pass's 2 + 3, and 5 more."""
     takes = (cost_model.Times(2, 2), cost_model.Times(1, 1), cost_model.Times(2, 3))
     monkeypatch.setattr(cost_model, "HOPPER_BACKWARD", {128: cost_model.Backward(*takes)})
-    monkeypatch.setattr(cost_model, "ADDING_UP", {64: 0.0, 128: 100.0})
+    monkeypatch.setattr(cost_model, "ADDING_UP", {64: 100.0, 128: 100.0})
     monkeypatch.setattr(cost_model, "CONVERTING", 5)
     monkeypatch.setattr(cost_model, "CONVERTED", 1e9 * 1e6 / H200.hbm_bandwidth)
 
@@ -868,7 +869,7 @@ def test_the_form_that_takes_less_is_the_one():
     many = replace(few, heads=100, kv_heads=100)
     for p, gpu in ((few, H200), (many, H200), (many, replace(H200, multiprocessors=4))):
         three, fused = forms(p, gpu.multiprocessors)
-        assert HOPPER.fused_is_faster(p, gpu) is (fused < three)
+        assert HOPPER.fuses(p, gpu) is (fused < three)
 
 
 def test_the_backward_is_fused_where_that_is_faster():

@@ -1,12 +1,15 @@
 """Decoding on the command line: splits, pages, shared prefixes, latent attention, the models."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from commands import invoke, refused, rows
 
-from flashsim import Problem
+from flashsim import Problem, Tiling, count
 from flashsim.problem.hardware import PRESETS
 from flashsim.schedule.split_kv import fill
+from flashsim.studies.predict import predict
 
 pytestmark = pytest.mark.promise("command line equals library")
 
@@ -27,6 +30,23 @@ def test_run_moves_what_count_counts(more):
     for key in tensors:
         assert ran[key] == counted[key] > 0, key
     assert "16 of the keys shared" in " ".join(invoke("count", *SIZES, *prefix).stdout.split())
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_flash2_packs_query_heads_on_request(packs):
+    how = (*SIZES[2:], "-n", 24, "-t", "16x16", "--pack-gqa" if packs else "--no-pack-gqa")
+    problem = Problem(24, 64, 64, batch=2, heads=4, kv_heads=2)
+    expected = count(problem, tiling=Tiling(16, 16), pack_gqa=packs)
+    for command in ("run", "count"):
+        found = {
+            (r["quantity"], r["of"]): r["value"]
+            for r in rows(command, *how, "--backward")
+            if r["direction"] == "forward"
+        }
+        assert all(found["load", name] == expected.bytes("load", name) for name in "QKV")
+    took = rows("predict", *how[:-3], "-d", 64, "--dtype", "bfloat16", how[-1])
+    expected = predict(dataclasses.replace(problem, dtype="bfloat16"), pack_gqa=packs)
+    assert took == expected.table().records()
 
 
 def test_a_real_models_keys_lie_in_pages_too(tmp_path):

@@ -87,6 +87,10 @@ run(*X, pack_gqa=True, sinks=np.zeros(8, np.float32))
     -> UnsupportedError: pack_gqa=True does not support sinks ... leave out
 run(*X, pack_gqa=True, algorithm="standard")
     -> OptionError: 'standard' does not take pack_gqa ... algorithm='flash2'
+run(*X, backend="numba", pack_gqa=True)
+    -> UnknownArgumentError: 'pack_gqa' only with backend='simulator'
+run(*X, backend="numba", pack_gqa=1) -> DTypeError: pack_gqa must be True or False, got 1
+run(X[0][:, :, :0], *X[1:], pack_gqa=1) -> DTypeError: pack_gqa must be True or False, got 1
 """)
 
 
@@ -97,3 +101,12 @@ def test_what_is_refused_says_why(call, said):
 
 def test_none_leaves_packing_to_the_backend():
     assert flashsim.run(*X, pack_gqa=None).split == flashsim.run(*X).split
+    flashsim.run(*X, pack_gqa=None, algorithm="standard")
+
+
+@pytest.mark.parametrize("n_q", [0, 5])
+@pytest.mark.parametrize("packs", [False, None])
+def test_engines_that_never_pack_take_false_and_none(n_q, packs):
+    q, kv = np.ones((4, n_q, 8), np.float32), np.ones((2, 5, 8), np.float32)
+    result = flashsim.run(q, kv, kv, backend="numba", pack_gqa=packs)
+    np.testing.assert_allclose(result.out, np.ones((4, n_q, 8)), rtol=1e-6)

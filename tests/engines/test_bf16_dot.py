@@ -4,14 +4,13 @@ import ctypes
 import errno
 import re
 
-import llvmlite.binding as llvm
 import ml_dtypes
 import numpy as np
 import pytest
 import tile_machine
 from helpers import Judge, Target, run_both, tensors
-from llvmlite import ir
 from numba import njit
+from operations import assembly, jitted
 from test_engines import OPTION_CASES
 from tile_machine import EmulatedAmx, EmulatedBf16, Refused, TileMachine
 
@@ -19,11 +18,13 @@ import flashsim
 from flashsim import BackendUnavailable, OptionError, Tiling
 from flashsim.api import arrays
 from flashsim.engines.cpu import engine, heuristics, operands
-from flashsim.engines.cpu.bf16_dot import amx_tiles, codegen, operations, packing
+from flashsim.engines.cpu.bf16_dot import amx_tiles, codegen, operations, packing, steps
 from flashsim.engines.cpu.micro_kernels import amx, pair_writer, plain, registers
+from flashsim.engines.cpu.micro_kernels.exponential import SLACK
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
 from flashsim.engines.cpu.micro_kernels.vector import vector_intrinsic
 from flashsim.engines.protocol import Job
+from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import numpy_dtype
 
 pytestmark = pytest.mark.promise("twice plain attention's error")
@@ -38,28 +39,13 @@ TILING = {"tiling": Tiling(32, 48)}
 # -- what LLVM makes of it -------------------------------------------------------------------------
 
 
-def assembly(kind, build, cpu, **options):
-    """One operation, compiled for another CPU."""
-    triple = "x86_64-unknown-linux-gnu"
-    module = ir.Module()
-    module.triple = triple
-    build(module, BLOCKING[kind], 4, **options).linkage = ""
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
-    parsed = llvm.parse_assembly(str(module))
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(parsed, passes)
-    return machine.emit_assembly(parsed)
-
-
 def instructions(text, pattern):
     return re.findall(rf"^\s+({pattern})\s+(.*)$", text, flags=re.M)
 
 
 @pytest.mark.parametrize("mode", ["set", "add"])
 def test_sums_stay_in_tiles_over_the_loop(mode):
-    text = assembly(Amx, codegen.build_any_product, "sapphirerapids", mode=mode)
+    text = assembly(codegen.build_any_product, Amx, "sapphirerapids", mode=mode)
     step = text[text.index(f"\nflashsim_tiles_{mode}_2_2") :].partition("retq")[0]
     before, loop, after = re.split(r"^\.L\w+:.*$", step, flags=re.M)
     # Four tiles of C against two of A and two of B, each fetched once.
@@ -77,25 +63,25 @@ def test_sums_stay_in_tiles_over_the_loop(mode):
 
 
 def test_a_thread_describes_its_tiles_and_gives_them_back():
-    begin = assembly(Amx, codegen.build_configure, "sapphirerapids")
+    begin = assembly(amx_tiles.build_configure, Amx, "sapphirerapids")
     assert len(instructions(begin, "ldtilecfg")) == 1
     assert begin.count(r"@\000" * 8) == 1  # 64 bytes a row, eight times
     assert begin.count(r"\020" * 8) == 1  # 16 rows
-    end = assembly(Amx, codegen.build_release, "sapphirerapids")
+    end = assembly(amx_tiles.build_release, Amx, "sapphirerapids")
     assert end.count("\ttilerelease") == 1
-    none = assembly(Avx512Bf16, codegen.build_configure, "cooperlake")
+    none = assembly(amx_tiles.build_configure, Avx512Bf16, "cooperlake")
     assert "tile" not in none.partition(":\n")[2].partition("retq")[0]
 
 
 @pytest.mark.parametrize("cpu", ["cooperlake", "znver4"])
 def test_pairs_fill_vector_registers_and_nothing_is_spilled(cpu):
-    text = assembly(Avx512Bf16, codegen.build_any_product, cpu, mode="add")
+    text = assembly(codegen.build_any_product, Avx512Bf16, cpu, mode="add")
     loops = re.split(r"^\.L\w+:", text, flags=re.M)
     widest = max(loops, key=lambda block: block.count("vdpbf16ps"))
     assert widest.count("vdpbf16ps") >= ROWS * BLOCKING[Avx512Bf16].vecs
     body = widest[: widest.rindex("vdpbf16ps")]
     assert not re.search(r"zmm\d+, -?\d*\(%rsp\)|\(%rsp\), %zmm", body)
-    softmax = assembly(Avx512Bf16, codegen.build_pair_softmax, cpu)
+    softmax = assembly(codegen.build_pair_softmax, Avx512Bf16, cpu)
     for name in ("vcvtne2ps2bf16", "vreduceps", "vscalefps"):
         assert name in softmax
     assert not re.search(r"zmm\d+, -?\d*\(%rsp\)|\(%rsp\), %zmm", softmax)
@@ -121,41 +107,35 @@ def right(x):
     return np.ascontiguousarray(low | high << np.uint32(16))
 
 
-def product(mode, C, A, B):
-    """By a machine of its own, program by program."""
-    machine, C = TileMachine(), C.copy()
-    machine.configure(amx_tiles.CONFIG)
-    rows, columns, block = C.shape[0] // 16, C.shape[1] // 16, amx_tiles.BLOCK
-    for r in range(0, rows, block):
-        for c in range(0, columns, block):
-            at = {"C": C[16 * r :, 16 * c :], "A": A[16 * r :], "B": B[:, 16 * c :]}
-            machine.run(
-                amx_tiles.program(mode, min(block, rows - r), min(block, columns - c)),
-                {name: x.ctypes.data for name, x in at.items()},
-                {"C": C.shape[1], "A": A.shape[1], "B": B.shape[1]},
-                A.shape[1],
-            )
-    return C
+def product(monkeypatch, mode, C, A, B):
+    """By emulated tiles."""
+    with monkeypatch.context() as patch:
+        tile_machine.emulate(patch)
+        got, walk = C.reshape(-1).copy(), {"set": set_, "add": add}[mode]
+        strides = A.shape[1], B.reshape(-1), 0, 64, len(A), A.shape[1]
+        walk(EmulatedAmx(64), got, 0, 64, A.reshape(-1), 0, *strides)
+    assert tile_machine.ERRORS == []
+    return got.reshape(C.shape)
 
 
 @pytest.mark.parametrize("mode", ["set", "add"])
 @pytest.mark.parametrize(("rows", "n"), [(16, 32), (48, 96)])
-def test_the_machine_multiplies(rows, n, mode):
+def test_the_machine_multiplies(rows, n, mode, monkeypatch):
     """Whole numbers, which every order of sums gives exactly."""
     rng = np.random.default_rng(rows)
     a, b, c = (rng.integers(-9, 10, s) for s in ((rows, n), (n, 64), (rows, 64)))
-    got = product(mode, c.astype(np.float32), left(a), right(b))
+    got = product(monkeypatch, mode, c.astype(np.float32), left(a), right(b))
     np.testing.assert_array_equal(got, a @ b + (c if mode == "add" else 0))
 
 
-def test_the_machine_rounds_as_the_manual_says():
+def test_the_machine_rounds_as_the_manual_says(monkeypatch):
     a, b = np.zeros((16, 32)), np.zeros((32, 64))
     c = np.zeros((16, 64), np.float32)
     a[0, :4], b[:4, 0] = [1, 1, 2**-24, -1], 1  # even: 1 + 2^-24 is 1; odd: 1 - 1
     a[1, :2], b[:2, 1] = [2**-100, 2**-127], [2**-26, 2**-20]  # 2^-126 stays, a denormal is none
     c[2, 2], a[2, 0], b[0, 2] = 2**-130, 1, 2**-126
     a[3, 0], b[0, 3], c[3, 3] = 2.0**100, 2.0**100, -np.inf
-    got = product("add", c, left(a), right(b))
+    got = product(monkeypatch, "add", c, left(a), right(b))
     assert got[0, 0] == 1
     assert got[1, 1] == 2.0**-126
     assert got[2, 2] == 2.0**-126
@@ -165,45 +145,44 @@ def test_the_machine_rounds_as_the_manual_says():
 
 def test_the_machine_refuses():
     machine, words = TileMachine(), np.zeros((16, 16), np.uint32)
-    where = ({"A": words.ctypes.data}, {"A": 16}, 0)
     with pytest.raises(Refused, match="no LDTILECFG"):
-        machine.step(amx_tiles.Zero(0), *where)
+        machine.zero(0)
     with pytest.raises(Refused, match="palette 1"):
         machine.configure(bytes(64))
     machine.configure(amx_tiles.CONFIG)
-    machine.step(amx_tiles.Zero(0), *where)
-    machine.step(amx_tiles.Load(4, "A", 0, 0), *where)
+    machine.zero(0)
+    machine.load(4, words.ctypes.data, 64)
     with pytest.raises(Refused, match="tmm6 is read before"):
-        machine.step(amx_tiles.Dot(0, 4, 6), *where)
+        machine.dot(0, 4, 6)
     machine.release()
     with pytest.raises(Refused, match="no LDTILECFG"):
-        machine.step(amx_tiles.Zero(0), *where)
+        machine.zero(0)
 
 
 # -- operations ------------------------------------------------------------------------------------
 
 
-@njit
-def add(cpu, *args):
-    operations.begin_tiles(cpu, args[0])
-    C, c0, ldc, A, a0, row, B, b0, ldb, rows, n = args
-    plain.product_add(cpu, C, c0, ldc, A, a0, row, 1, B, b0, ldb, rows, n)
-    operations.end_tiles(cpu, args[0])
+def tiled(operation):
+    """Return a product, compiled, with the tiles that it needs."""
+
+    @njit
+    def call(cpu, *args):
+        operations.begin_tiles(cpu, args[0])
+        C, c0, ldc, A, a0, row, B, b0, ldb, rows, n = args
+        operation(cpu, C, c0, ldc, A, a0, row, 1, B, b0, ldb, rows, n)
+        operations.end_tiles(cpu, args[0])
+
+    return call
 
 
-@njit
-def softmax(cpu, *args):
-    operations.online_softmax_pairs(cpu, *args)
-
-
-@njit
-def by_rows(cpu, *args):
-    operations.pairs_of_rows(cpu, *args)
-
-
-@njit
-def by_lanes(cpu, *args):
-    operations.pairs_of_lanes(cpu, *args)
+set_, add = map(tiled, (plain.product_set, plain.product_add))
+softmax, by_rows, by_lanes, unpack_bits = map(
+    jitted,
+    (
+        *(operations.online_softmax_pairs, operations.pairs_of_rows, operations.pairs_of_lanes),
+        packing.unpack_bits,
+    ),
+)
 
 
 @njit
@@ -224,11 +203,6 @@ def right_of_rows(cpu, out, X, x0, n, d):
 @njit
 def right_of_columns(cpu, out, stride, X, x0, n, d):
     operands.right_of_columns(cpu, out, stride, X, x0, n, d, 1, out, None)
-
-
-@njit
-def unpack_bits(cpu, *args):
-    packing.unpack_bits(cpu, *args)
 
 
 @pytest.mark.parametrize("kind", [EmulatedBf16, pytest.param(Avx512Bf16, marks=on_bf16)])
@@ -272,9 +246,9 @@ def extreme_operands(rows, n):
 
 @on_amx
 @pytest.mark.parametrize(("rows", "n"), [(16, 32), (48, 96)])
-def test_this_cpus_tiles_are_the_machines(rows, n):
+def test_this_cpus_tiles_are_the_machines(rows, n, monkeypatch):
     C, A, B = extreme_operands(rows, n)
-    expected, got = product("add", C, A, B), C.reshape(-1).copy()
+    expected, got = product(monkeypatch, "add", C, A, B), C.reshape(-1).copy()
     add(Amx(64), got, 0, 64, A.reshape(-1), 0, n // 2, B.reshape(-1), 0, 64, rows, n // 2)
     np.testing.assert_array_equal(got.reshape(C.shape), expected)
 
@@ -299,15 +273,25 @@ def test_panels_become_pairs(kind, rows, monkeypatch):
     rng = np.random.default_rng(rows)
     X = rng.standard_normal(3 + rows * 70).astype(np.float32)
     X[4:8] = np.inf, -np.inf, 3.4e38, np.nan
-    for definition, walk, more in (
-        (operations.pairs_of_rows, by_rows, ()),
-        (operations.pairs_of_lanes, by_lanes, (33,)),
-    ):
-        one, two = (np.zeros(1 + rows * 64, np.uint32) for _ in range(2))
-        definition(registers.Plain(64), X, 3, 70, rows, one, 1, *more)
-        walk(kind(64), X, 3, 70, rows, two, 1, *more)
-        values = [p.view(numpy_dtype("bfloat16")).astype(np.float32) for p in (one, two)]
+    panel = np.zeros((rows + rows % 2, 64), np.float32)
+    panel[:rows] = X[3:].reshape(rows, 70)[:, :64]
+    of_lanes = np.zeros((rows, 33), np.uint32)
+    of_lanes[:, :32] = left(panel[:rows])
+    for walk, expected, more in ((by_rows, right(panel), ()), (by_lanes, of_lanes, (33,))):
+        got = np.zeros(1 + rows * 64, np.uint32)
+        walk(kind(64), X, 3, 70, rows, got, 1, *more)
+        expected = np.pad(expected.reshape(-1), (1, rows * 64 - expected.size))
+        values = [p.view(numpy_dtype("bfloat16")).astype(np.float32) for p in (expected, got)]
         np.testing.assert_array_equal(*values)
+
+
+def softmax_of(S, m, l, factor):
+    """Return P, m, l and alpha after one step on scores (rows, lanes), by NumPy."""
+    needed = S.max(axis=0) * factor
+    top = np.where(needed > m, needed + np.float32(SLACK), m)
+    base = np.where(top > masked_score(np.float32), top, np.float32(0))
+    P, alpha = np.exp(S * factor - base), np.exp(m - base)
+    return P, top, alpha * l + P.sum(axis=0), alpha
 
 
 @pytest.mark.parametrize("kind", [EmulatedBf16, pytest.param(Avx512Bf16, marks=on_bf16)])
@@ -321,13 +305,78 @@ def test_softmax_of_pairs(kind, rows, monkeypatch):
     m[5:], l[5:] = 3, 2
     m[9:14] = 40  # nothing comes near
     S[rows * w - 30 : rows * w - 20] = 3 / 0.3 + np.arange(10) * 3  # a little more and much more
-    factor, results = np.array([0.3], np.float32), []
-    for run, cpu in ((operations.online_softmax_pairs, registers.Plain(w)), (softmax, kind(w))):
-        P, stats = np.zeros((rows + 1) // 2 * w, np.uint32), [m.copy(), l.copy(), m.copy()]
-        run(cpu, S, 0, rows, *stats, 0, factor, P, 0)
-        results.append((P.view(numpy_dtype("bfloat16")).astype(np.float32), *stats))
-    for one, two in zip(*results, strict=True):
-        np.testing.assert_allclose(two, one, rtol=2**-7 if one is results[0][0] else 5e-6)
+    factor, alpha = np.array([0.3], np.float32), np.zeros(w, np.float32)
+    exact, *statistics = softmax_of(S.reshape(rows, w), m, l, factor[0])
+    P = np.zeros((rows + 1) // 2 * w, np.uint32)
+    softmax(kind(w), S, 0, rows, m, l, alpha, 0, factor, P, 0)
+    exact = np.pad(exact, ((0, rows % 2), (0, 0))).reshape(-1, 2, w).swapaxes(1, 2)
+    got = P.view(numpy_dtype("bfloat16")).astype(np.float32).reshape(exact.shape)
+    np.testing.assert_allclose(got, exact, rtol=2**-7, atol=1e-37)
+    for name, one, two in zip("mla", (m, l, alpha), statistics, strict=True):
+        np.testing.assert_allclose(one, two, rtol=5e-6, atol=1e-37, err_msg=name)
+
+
+#: Scores of four column tiles of 32 keys for 16 queries; tiles that are visited.
+SCORES = {
+    "falls": ((4, 3, 2, 1), (0, 1, 2, 3)),
+    "grows": ((0, 30, 31, 60), (0, 1, 2, 3)),
+    "keys are left out": ((4, 3, 2, 1), (0, 2, 3)),
+    "a gap and growth": ((0, 5, 20, 50), (0, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_p_waits_for_its_product_with_v(case, monkeypatch):
+    """P is multiplied once a largest score grows or keys are left out, and at the end.
+
+    The steps run as Python, with NumPy's operations.
+    """
+    level, visited = SCORES[case]
+    w, d, n, rng = 16, 16, 32 * len(level), np.random.default_rng(1)
+    scores = rng.standard_normal((n, w)) + np.repeat(level, 32)[:, None]
+    values, weights = rng.standard_normal((n, d)), np.zeros((n, w))
+
+    def step(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
+        key = 2 * p0 // w
+        weights[key : key + rows], m[:], l[:], alpha[:] = softmax_of(
+            S.reshape(rows, w), m, l, factor[0]
+        )
+
+    def product(cpu, O, o0, ldc, V, first, row, step, P, p0, ldb, rows, pairs):
+        keys = slice(2 * first, 2 * (first + pairs))
+        O += (values[keys].T @ weights[keys]).reshape(-1)
+
+    def scale(cpu, O, o0, ld, rows, factors, f0):
+        O.reshape(-1, w)[...] *= factors
+
+    monkeypatch.setattr(operations, "online_softmax_pairs", step)
+    monkeypatch.setattr(steps, "product_add", product)
+    monkeypatch.setattr(operations, "scale_lanes", scale)
+    cpu, V = registers.Plain(w), packing.Left(None, 0, n // 2, 1)
+    O, P, ones = np.zeros(d * w), np.full(n // 2 * w, 7, np.uint32), np.ones(1, np.float32)
+    m, l, alpha = np.full(w, -np.inf, np.float32), *np.ones((2, w), np.float32) * [[0], [1]]
+    waiting, products = (0, 0), []
+    for tile in visited:
+        S, before = scores[32 * tile : 32 * (tile + 1)].reshape(-1), waiting
+        waiting = steps.take_scores(
+            *(cpu, (O, m, l, alpha), S, 32, ones, P, V, 32 * tile, 0, d, None, waiting)
+        )
+        products.append(waiting[0] != before[0])
+    steps.weigh(cpu, O, P, V, 0, d, waiting)
+    keys = np.concatenate([np.arange(32 * t, 32 * (t + 1)) for t in visited])
+    exact = np.exp(scores[keys] - scores[keys].max(axis=0))
+    exact = values[keys].T @ (exact / exact.sum(axis=0))
+    np.testing.assert_allclose(O.reshape(d, w) / l, exact, atol=1e-5)
+    assert products[0] is False or case == "keys are left out"
+    assert any(products[1:]) == (case != "falls")
+
+
+def test_an_odd_number_of_keys_is_followed_by_zeros():
+    w = 16
+    P = np.full(16 * w, 7, np.uint32)
+    steps.clear_pairs(registers.Plain(w), P, 0, 5)
+    assert (P[: 3 * w] == 7).all()
+    assert not P[3 * w :].any()
 
 
 def build_exp2(module, block, itemsize):

@@ -10,11 +10,12 @@ from helpers import Judge, tensors
 from helpers import plain as plain_attention
 from llvmlite import ir
 from numba import njit
+from operations import code_of, jitted
 from test_panels import HOST, LOWERED
 from tile_machine import EmulatedAmx, EmulatedBf16
 
 import flashsim
-from flashsim import BackendUnavailable, Tiling
+from flashsim import Tiling
 from flashsim.engines.cpu import heuristics, kernels_decode
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.micro_kernels import decode_gemv, plain, registers
@@ -107,7 +108,7 @@ def test_bias_of_each_head(bias):
 
 
 def test_one_query_needs_no_amx(monkeypatch):
-    """Where the CPU has it: decoding's own walk, both its kinds of panel."""
+    """Where the CPU has it: decoding's own kernel."""
     monkeypatch.setattr(registers, "pays", lambda name: True)
     monkeypatch.setattr(registers, "without", lambda name: None)
     monkeypatch.setattr(registers, "paired", pytest.fail)
@@ -187,33 +188,6 @@ def test_tiles_decode_on_an_emulated_cpu(shape, monkeypatch):
     assert tile_machine.ERRORS == []
 
 
-def test_panels_that_do_not_hold_the_heads_of_a_tile_are_refused(monkeypatch):
-    """Decoding would write beyond the end of O."""
-    tile_machine.emulate(monkeypatch)
-    monkeypatch.setattr(heuristics, "cpu", lambda *_, **__: EmulatedAmx(64))
-    monkeypatch.setitem(registers.NARROW, EmulatedAmx, registers.Avx2Narrow)
-    x = tensors(1, 70, 64, dtype="bfloat16")
-    with pytest.raises(BackendUnavailable, match=r"a panel of 8 lanes .* decodes 16 heads"):
-        flashsim.run(x.q, x.k, x.v, backend="numba")
-
-
-@pytest.mark.parametrize("host", [registers.Avx2, Avx512, registers.Neon, Plain])
-@pytest.mark.parametrize(
-    ("cpu", "lanes"),
-    [
-        (Amx(64), 16),
-        (Avx512Bf16(64), 16),
-        (Avx512(64), 16),
-        (registers.Avx2(16), 8),
-        (Plain(64), 4),
-    ],
-)
-def test_panels_of_one_register_are_those_of_the_chosen_cpu(cpu, lanes, host, monkeypatch):
-    """Also where another CPU's code was chosen than this one's, as tests do."""
-    monkeypatch.setattr(registers, "_host", lambda: host)
-    assert heuristics.narrow(cpu, "float32").width == lanes
-
-
 def test_a_score_beyond_float32_stays_one_where_the_scale_brings_it_back():
     """Q takes the scale's power of two before K."""
     x = tensors(1, 50, 16, heads=2)
@@ -277,29 +251,20 @@ def test_parts_without_a_key_count_for_nothing():
     np.testing.assert_allclose(lse, [1 + np.log(total), -np.inf], rtol=1e-6)
 
 
-@njit
-def dots(cpu, S, *args):
-    begin_tiles(cpu, S)
-    plain.dots(cpu, S, *args)
-    end_tiles(cpu, S)
+def tiled(operation):
+    """Return an operation, compiled, with the tiles that it needs."""
+
+    @njit
+    def call(cpu, array, *args):
+        begin_tiles(cpu, array)
+        operation(cpu, array, *args)
+        end_tiles(cpu, array)
+
+    return call
 
 
-@njit
-def side_by_side(cpu, *args):
-    plain.side_by_side(cpu, *args)
-
-
-@njit
-def softmax_along(cpu, *args):
-    plain.softmax_along(cpu, *args)
-
-
-@njit
-def weigh(cpu, O, *args):
-    begin_tiles(cpu, O)
-    plain.weigh(cpu, O, *args)
-    end_tiles(cpu, O)
-
+dots, weigh = map(tiled, (plain.dots, plain.weigh))
+side_by_side, softmax_along = map(jitted, (plain.side_by_side, plain.softmax_along))
 
 HALVES = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
@@ -354,11 +319,6 @@ def _kind(given):
     return given if isinstance(given, type) else None
 
 
-def code_of(kind, dtype):
-    block = BLOCKING[Avx512 if kind is Plain else kind]
-    return kind(block.lanes(np.dtype(dtype).itemsize) * block.vecs)
-
-
 def among_nan(x, dtype, halves):
     """Numbers from the third on, as a walk takes them; NaN beside them."""
     stored = numpy_dtype(halves or dtype)
@@ -399,7 +359,11 @@ def test_dots(kind, dtype, halves, rows, heads, d):
     Q = np.full((16, ldq), np.nan, dtype)
     Q[:heads] = 0
     Q[:heads, :d] = kept(rng.standard_normal((heads, d)), kind)
-    taken, factor, cpu = Q.reshape(-1).copy(), np.array([-0.7], dtype), code_of(kind, dtype)
+    taken, factor, cpu = (
+        Q.reshape(-1).copy(),
+        np.array([-0.7], dtype),
+        code_of(kind, dtype, like=Avx512),
+    )
     S = np.full((heads + 1, ld), 7, dtype)
     which = HALVES.get(halves)
     side_by_side(cpu, taken, ldq, heads, which)
@@ -427,7 +391,7 @@ def test_weigh(kind, dtype, halves, keys, heads, dv):
     P[heads:], P[:heads, keys:] = np.nan, 0
     O[:heads, :dv] = rng.standard_normal((heads, dv))
     grown = O.reshape(-1).copy()
-    which, cpu = HALVES.get(halves), code_of(kind, dtype)
+    which, cpu = HALVES.get(halves), code_of(kind, dtype, like=Avx512)
     run = defined(plain.weigh, weigh, kind, keys * heads * dv, halves)
     run(cpu, grown, 0, ldo, weights_of(P, kind), ldp, V, 3, dv, keys, heads, which)
     exact, P = O.astype(np.longdouble), P[:heads]
@@ -442,7 +406,7 @@ def test_weigh(kind, dtype, halves, keys, heads, dv):
 def test_softmax_along(kind, dtype, halves, heads):
     """As the definition: a first step and a second, rows without a key, and one with NaN."""
     rng = np.random.default_rng(heads)
-    n, ld, cpu, eps = 96, 98, code_of(kind, dtype), np.finfo(dtype).eps
+    n, ld, cpu, eps = 96, 98, code_of(kind, dtype, like=Avx512), np.finfo(dtype).eps
     m, l, alpha = np.full(3 + heads, -np.inf, dtype), np.zeros(3 + heads, dtype), np.zeros(9, dtype)
     results = [[x.copy() for x in (m, l, alpha)] for _ in range(2)]
     for step in range(2):
@@ -474,7 +438,10 @@ def test_softmax_along_of_scores_that_count_as_masked(kind, dtype, halves):
     S, m = np.zeros((3, n), dtype), np.array([-np.inf, -np.inf, 0], dtype)
     S[0], S[1] = np.finfo(dtype).min, np.nextafter(np.array(low, dtype), np.array(0, dtype))
     with np.errstate(over="ignore"):
-        for run, cpu in ((plain.softmax_along, Plain(8)), (softmax_along, code_of(kind, dtype))):
+        for run, cpu in (
+            (plain.softmax_along, Plain(8)),
+            (softmax_along, code_of(kind, dtype, like=Avx512)),
+        ):
             top, l, alpha = m.copy(), np.zeros(3, dtype), np.zeros(3, dtype)
             run(cpu, S.reshape(-1).copy(), n, 3, n, top, l, alpha, 0, HALVES.get(halves))
             np.testing.assert_array_equal(l, [0, n, n])

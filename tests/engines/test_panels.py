@@ -2,12 +2,10 @@
 
 import re
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from compiled import kernels_only, thorough
-from llvmlite import ir
-from numba import njit
+from operations import assembly, code_of, jitted
 
 from flashsim.engines.cpu.micro_kernels import codegen, float16, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
@@ -31,69 +29,11 @@ pytestmark = [
 ]
 
 
-@njit
-def set_(cpu, *args):
-    plain.product_set(cpu, *args)
-
-
-@njit
-def add(cpu, *args):
-    plain.product_add(cpu, *args)
-
-
-@njit
-def rescale(cpu, *args):
-    plain.product_rescale(cpu, *args)
-
-
-@njit
-def softmax(cpu, *args):
-    plain.online_softmax(cpu, *args)
-
-
-@njit
-def by_row(cpu, *args):
-    plain.grad_scores_by_row(cpu, *args)
-
-
-@njit
-def by_lane(cpu, *args):
-    plain.grad_scores_by_lane(cpu, *args)
-
-
-@njit
-def pack(cpu, *args):
-    packing.pack(cpu, *args)
-
-
-@njit
-def unpack(cpu, *args):
-    packing.unpack(cpu, *args)
-
-
-@njit
-def cap(cpu, *args):
-    plain.soft_cap(cpu, *args)
-
-
-@njit
-def cap_gated(cpu, *args):
-    plain.soft_cap_gated(cpu, *args)
-
-
-@njit
-def round_(cpu, *args):
-    plain.round_panel(cpu, *args)
-
-
-@njit
-def widen(cpu, *args):
-    plain.widen(cpu, *args)
-
-
-@njit
-def narrow(cpu, *args):
-    plain.narrow(cpu, *args)
+set_, add, rescale = map(jitted, (plain.product_set, plain.product_add, plain.product_rescale))
+by_row, by_lane = map(jitted, (plain.grad_scores_by_row, plain.grad_scores_by_lane))
+softmax, cap, cap_gated = map(jitted, (plain.online_softmax, plain.soft_cap, plain.soft_cap_gated))
+pack, unpack = map(jitted, (packing.pack, packing.unpack))
+round_, widen, narrow = map(jitted, (plain.round_panel, plain.widen, plain.narrow))
 
 
 def compare(definition, walk, dtype, args, ulps):
@@ -146,17 +86,9 @@ def test_online_softmax(rows, dtype):
 def test_online_softmax_of_scores_that_count_as_masked(dtype):
     """The least number there is in one lane, and what is just too large to count in another."""
     w, low = registers.best(dtype).width, masked_score(dtype)
-    S, m, l, alpha = (
-        np.zeros(2 * w, dtype),
-        np.zeros(w, dtype),
-        np.zeros(w, dtype),
-        np.ones(w, dtype),
-    )
-    m[:2], S[::w], S[1::w] = (
-        -np.inf,
-        np.finfo(dtype).min,
-        np.nextafter(np.array(low, dtype), np.array(0, dtype)),
-    )
+    S, m, l, alpha = np.zeros(2 * w, dtype), *np.zeros((2, w), dtype), np.ones(w, dtype)
+    m[:2], S[::w] = -np.inf, np.finfo(dtype).min
+    S[1::w] = np.nextafter(np.array(low, dtype), np.array(0, dtype))
     with np.errstate(over="ignore"):
         for run, cpu in ((plain.online_softmax, Plain(w)), (softmax, registers.best(dtype))):
             P, *sums = (x.copy() for x in (S, m, l, alpha))
@@ -169,8 +101,7 @@ def test_online_softmax_of_scores_that_count_as_masked(dtype):
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (15, 17), (16, 16), (33, 32), (70, 40), (128, 64)])
 def test_packing_transposes_and_back(kind, dtype, n, d):
     """Each row times its factor, nothing but zeros beside it, and every square in its place."""
-    block = BLOCKING[HOST if kind is Plain else kind]
-    cpu = kind(block.lanes(np.dtype(dtype).itemsize) * block.vecs)
+    cpu = code_of(kind, dtype, like=HOST)
     rng = np.random.default_rng(n)
     X, factors = (rng.standard_normal(size).astype(dtype) for size in (3 + n * d, n))
     lanes = -(-n // cpu.width) * cpu.width
@@ -194,10 +125,7 @@ def test_gradient_of_scores(dtype):
     ld = 2 * w
     S, dP = (rng.standard_normal(w + rows * ld).astype(dtype) for _ in range(2))
     S[w] = S[w + 1] = -np.inf
-    L, delta = (
-        rng.random(3 + max(rows, w)).astype(dtype),
-        rng.random(3 + max(rows, w)).astype(dtype),
-    )
+    L, delta = rng.random((2, 3 + max(rows, w))).astype(dtype)
     args = (S, w, dP, w, ld, rows, L, delta, 3)
     compare(plain.grad_scores_by_row, by_row, dtype, args, 8)
     compare(plain.grad_scores_by_lane, by_lane, dtype, args, 8)
@@ -225,8 +153,7 @@ def test_soft_cap_is_exact_relative_to_small_scores(kind, dtype):
 
     Dividing, tanh and multiplying, as plain attention does it, is off by up to 2 epsilon.
     """
-    block = BLOCKING[HOST if kind is Plain else kind]
-    cpu = kind(block.lanes(np.dtype(dtype).itemsize) * block.vecs)
+    cpu = code_of(kind, dtype, like=HOST)
     wide = np.longdouble if dtype == "float64" else np.float64
     limits = np.finfo(dtype)
     for c in (50.0, 1.5, limits.tiny, limits.max / 4):
@@ -308,8 +235,7 @@ def test_conversion_of_16_bits(dtype, kind):
     """
     step = 37 if kind is None else 1
     code = float16.FLOAT16 if dtype == "float16" else float16.BFLOAT16
-    block = BLOCKING[HOST if kind in (None, Plain) else kind]
-    cpu = (kind or Plain)(block.lanes(4) * block.vecs)
+    cpu = code_of(kind or Plain, "float32", like=HOST)
     there, back = (plain.widen, plain.narrow) if kind is None else (widen, narrow)
 
     every = np.arange(0, 2**16, step, dtype=np.uint16).view(numpy_dtype(dtype))
@@ -333,23 +259,6 @@ def test_conversion_of_16_bits(dtype, kind):
 # -- what LLVM makes of it -------------------------------------------------------------------------
 
 
-def assembly(kind, triple, cpu, features, itemsize=4):
-    """A product of `ROWS` rows, compiled for another CPU."""
-    module = ir.Module()
-    module.triple = triple
-    function = codegen.build_product(module, BLOCKING[kind], itemsize, mode="add")
-    function.linkage = ""
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    target = llvm.Target.from_triple(triple)
-    machine = target.create_target_machine(cpu=cpu, features=features, opt=3)
-    parsed = llvm.parse_assembly(str(module))
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(parsed, builder)
-    return machine.emit_assembly(parsed)
-
-
 @pytest.mark.parametrize(
     ("kind", "triple", "cpu", "fma"),
     [
@@ -360,7 +269,7 @@ def assembly(kind, triple, cpu, features, itemsize=4):
     ],
 )
 def test_full_registers_and_nothing_spilled(kind, triple, cpu, fma):
-    text = assembly(kind, triple, cpu, "")
+    text = assembly(codegen.build_product, kind, cpu, triple, mode="add")
     # The loop of the widest step: its multiply-adds, and no vector that visits the stack.
     loops = re.split(r"^\.L\w+:", text, flags=re.M)
     widest = max(loops, key=lambda block: len(re.findall(fma, block)))

@@ -53,7 +53,7 @@ TILES_DOTS, TILES_WEIGH = (
 )
 TILE_MACHINE = ("engines/test_bf16_dot.py::test_the_machine_multiplies", "-k", "add")
 KEPT, KEPT_OVER_A_GAP = (
-    (f"engines/test_pairs_in_python.py::test_p_waits_for_its_product_with_v[{case}]",)
+    (f"engines/test_bf16_dot.py::test_p_waits_for_its_product_with_v[{case}]",)
     for case in ("grows", "keys are left out")
 )
 
@@ -166,12 +166,12 @@ FAULTS = {
     # -- AMX tiles ------------------------------------------------------------------------------
     "tile-of-b-for-two": Fault(
         "both columns of a block are multiplied with the first one's tile",
-        *(AMX, "each.append(Dot(tile, a + r, b + c))", "each.append(Dot(tile, a + r, b))"),
+        *(AMX, "for register in (tile, a, b)", "for register in (tile, a, first_b)"),
         TILE_MACHINE,
     ),
     "tile-sums-begin-anew": Fault(
         "what is added to begins as zero",
-        *(AMX, 'if mode == "set" else Load', 'if mode != "none" else Load', TILE_MACHINE),
+        *(AMX, 'if mode == "set":', 'if mode != "none":', TILE_MACHINE),
     ),
     "kept-over-a-new-maximum": Fault(
         "P that waits for its product is multiplied after the sums have been scaled",

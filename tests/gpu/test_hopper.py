@@ -20,6 +20,8 @@ from cupy_checks import (  # noqa: F401
     check_counts,
     check_timelines,
     cupy,
+    families,
+    gradients,
     make,
     poisoned,
     without_turns,
@@ -40,6 +42,8 @@ pytestmark = [
     pytest.mark.promise("three counts equal", "twice plain attention's error"),
 ]
 run = partial(cupy_checks.run, family=HOPPER)
+#: The C++ kernels, and those in Python.
+BOTH = pytest.mark.parametrize("family", families("hopper", "python-hopper"))
 
 RNG = np.random.default_rng(0)
 FEATURES = {
@@ -79,10 +83,11 @@ FEATURES = {
 }
 
 
+@BOTH
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(name, head_dim):
-    check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER)
+def test_features(name, head_dim, family):
+    check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), family)
 
 
 @pytest.fixture
@@ -99,6 +104,12 @@ def choose(monkeypatch):
 
     yield of
     forget()
+
+
+def choose_clusters(choose, blocks):
+    """That a pass with keys outside has one launch, of which so many blocks share a work tile."""
+    one = lambda walk: blocks if walk.stage.outer == "keys" else 1  # noqa: E731
+    choose("launches", lambda self, walk: ((one(walk), walk.items),))
 
 
 @pytest.mark.parametrize("head_dims", [(32, 20), (50, 128), (64, 64), (91, 91), (128, 128)])
@@ -128,7 +139,7 @@ def test_the_fastest_form_of_short_sequences():
     "name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks", "one visit"]
 )
 def test_every_cluster(name, head_dim, blocks, choose):
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     check(p, HOPPER)
     check_counts(p, HOPPER)
@@ -149,7 +160,7 @@ WIDE_IN_CLUSTERS = ["1 x 1", "causal", "more keys", "window", "varlen", "softcap
 @pytest.mark.usefixtures("by_columns")
 def test_every_cluster_that_divides_columns(name, head_dims, blocks, choose):
     """With blocks that have no visit among them."""
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     choose("fuses", lambda self, problem, gpu: max(head_dims) <= 192)
     p = Problem(head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16", **FEATURES[name])
     assert clusters_of(hopper.HOPPER, p) == (blocks,)
@@ -157,10 +168,11 @@ def test_every_cluster_that_divides_columns(name, head_dims, blocks, choose):
     check_counts(p, HOPPER)
 
 
+@BOTH
 @pytest.mark.parametrize("name", FEATURES)
-def test_without_turns(name, without_turns):  # noqa: F811
+def test_without_turns(name, family, without_turns):  # noqa: F811
     """Every mask and length where warpgroups queue products as they come."""
-    check(Problem(head_dim=128, dtype="bfloat16", **FEATURES[name]), HOPPER)
+    check(Problem(head_dim=128, dtype="bfloat16", **FEATURES[name]), family)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "varlen", "many items"])
@@ -177,21 +189,23 @@ MANY_KEYS = {
 }
 
 
+@BOTH
 @pytest.mark.parametrize("name", MANY_KEYS)
-def test_many_keys(name):
+def test_many_keys(name, family):
     p = Problem(head_dim=128, dtype="float16", **MANY_KEYS[name])
     (one,) = hopper.HOPPER.forward_passes(p, None, engine.gpu_of(0), "ascending", "")
     assert dict(one.kernel.constants)["FS_TURNS"] == 0
-    check(p, HOPPER)
+    check(p, family)
 
 
+@BOTH
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("name", FEATURES)
-def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, choose):
+def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, family, choose):
     """Also where walks are so short that it would not be."""
     choose("defers", lambda self, walk, *_: walk.stage.name == "fused")
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    fused = replace(HOPPER, forms=(False,))
+    fused = replace(family, forms=(False,))
     check(p, fused)
     check_counts(p, fused)
 
@@ -220,11 +234,9 @@ def clusters_of(family, problem):
 
 def choose_launches(choose, launches, *, deferred):
     """That the fused pass with keys outside has these launches."""
-    *before, (blocks, _) = launches
     fused = lambda walk: walk.stage.name == "fused"  # noqa: E731
-    choose("cluster", lambda self, walk, *_: blocks if fused(walk) else 1)
+    choose("launches", lambda self, walk: launches if fused(walk) else ((1, walk.items),))
     choose("defers", lambda self, walk, *_: deferred and fused(walk))
-    choose("remainder", lambda self, walk, *_: tuple(before) if fused(walk) else ())
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -242,7 +254,7 @@ def test_launches_of_several_cluster_sizes(problem, launches, deferred, choose):
 )
 def test_grouped_heads_in_step(name, head_dim, choose):
     """Also where a pass would not be; back in the first round, on in the second."""
-    choose("cluster", lambda *_: 1)
+    choose_clusters(choose, 1)
     choose(
         "in_step", lambda self, walk, *_: walk.stage.outer == "keys" and walk.tables.ranks is None
     )
@@ -320,10 +332,11 @@ def test_head_dims(head_dims, dtype):
     check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True), HOPPER)
 
 
+@BOTH
 @pytest.mark.parametrize("kind", ["rising", "falling", "below", "outliers"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kinds_of_scores(head_dim, kind):
-    check(Problem(333, 517, head_dim, heads=2, dtype="bfloat16"), HOPPER, kind=kind)
+def test_kinds_of_scores(head_dim, kind, family):
+    check(Problem(333, 517, head_dim, heads=2, dtype="bfloat16"), family, kind=kind)
 
 
 ORDERS = ["ascending", "descending"]
@@ -372,26 +385,26 @@ def test_a_producer_runs_ahead_of_its_consumers():
         assert (producer["end_ns"] < consumer["end_ns"]).all()
 
 
-def test_a_packed_sequence_never_meets_its_neighbours():
+@BOTH
+def test_a_packed_sequence_never_meets_its_neighbours(family):
     """Copies end where a sequence does: NaN beyond would reach an output as 0 x NaN."""
     ends = (0, 100, 163, 400)
     p = Problem(400, 400, 64, dtype="bfloat16", causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends)
     x = make(p)
-    clean = run(p, x)
-    kept = {fused: clean.backward(x["dout"], deterministic=not fused) for fused in (False, True)}
+    clean = cupy_checks.run(p, x, family)
+    kept = {form: gradients(clean, x["dout"], form) for form in family.forms}
     for array in x.values():
         array[..., 100:163, :] = np.nan
-    result = run(p, x)
-    rest = np.r_[0:100, 163:400]
+    result, rest = cupy_checks.run(p, x, family), np.r_[0:100, 163:400]
     assert (result.out[..., rest, :] == clean.out[..., rest, :]).all()
-    for fused, expected in kept.items():
-        grads = result.backward(x["dout"], deterministic=not fused)
+    for form, expected in kept.items():
+        grads = gradients(result, x["dout"], form)
         for name in ("dq", "dk", "dv"):
             got, want = (getattr(g, name)[..., rest, :] for g in (grads, expected))
-            if fused and name == "dq":  # reduced in any order
+            if form is False and name == "dq":  # added in any order
                 assert np.isfinite(got.astype(np.float32)).all()
             else:
-                assert (got == want).all(), (name, fused)
+                assert (got == want).all(), (name, form)
 
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["begins", "ends"])
@@ -475,13 +488,14 @@ def test_auto_takes_what_runs():
     assert result.kernel == result.backward(make(large)["dout"]).kernel == "hopper"
 
 
-def test_views_are_read_where_they_lie():
+@BOTH
+def test_views_are_read_where_they_lie(family):
     p = Problem(300, 300, 64, heads=4, dtype="float16", causal=True)
     x = make(p)
-    expected = run(p, x).out
+    expected = cupy_checks.run(p, x, family).out
     moved = {k: cupy.asarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for k, a in x.items()}
     assert not moved["q"].flags.c_contiguous
-    assert (run(p, moved).out.get() == expected).all()
+    assert (cupy_checks.run(p, moved, family).out.get() == expected).all()
 
 
 def test_the_bandwidth_of_the_memory_is_the_data_sheets():

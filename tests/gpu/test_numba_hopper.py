@@ -1,4 +1,4 @@
-"""Hopper's instructions from Python, on a Hopper GPU: what test_hopper.py asks of the C++ kernels.
+"""Hopper's instructions from Python, on a Hopper GPU: besides what test_hopper.py asks of both.
 
 Its inputs, error budget and list of features are used; outputs and shared memory begin as NaN.
 """
@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import cupy_checks
-import numpy as np
 import pytest
 from cupy_checks import (  # noqa: F401
     ON_HOPPER,
@@ -22,16 +21,15 @@ from cupy_checks import (  # noqa: F401
     make,
     poisoned,
     within,
-    without_turns,
 )
 from test_hopper import (  # noqa: F401
     FEATURES,
-    MANY_KEYS,
     SEVERAL_LAUNCHES,
     WIDE_IN_CLUSTERS,
     by_columns,
     by_roles,
     choose,
+    choose_clusters,
     choose_launches,
     clusters_of,
 )
@@ -52,25 +50,10 @@ run = partial(cupy_checks.run, family=PYTHON_HOPPER)
 FUSED = replace(PYTHON_HOPPER, forms=(False,))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("name", FEATURES)
-def test_features(name, head_dim):
-    check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
-
-
 @pytest.fixture
 def deferring(choose):  # noqa: F811
     """Also where walks are so short that it would not be."""
     choose("defers", lambda self, walk, *_: walk.stage.name == "fused")
-
-
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
-@pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.usefixtures("deferring")
-def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim):
-    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    check(p, FUSED)
-    check_counts(p, FUSED)
 
 
 @pytest.mark.parametrize("name", ["causal", "ragged", "varlen", "many items"])
@@ -104,7 +87,7 @@ def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks"])
 def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
@@ -115,7 +98,7 @@ def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
 @pytest.mark.parametrize("head_dims", [(32, 20), (59, 111), (80, 80)])
 def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
     """Of whose columns a cluster's blocks take 32 at a time."""
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     p = Problem(300, 500, *head_dims, heads=4, kv_heads=2, dtype="float16", causal=True)
     assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
@@ -128,7 +111,7 @@ def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
 @pytest.mark.usefixtures("deferring")
 def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):  # noqa: F811
     """With blocks that have no visit among them."""
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
     check(p, FUSED)
@@ -142,17 +125,6 @@ def test_launches_of_several_cluster_sizes(problem, launches, deferred, choose):
     assert clusters_of(launch_policy.HOPPER, problem) == tuple(blocks for blocks, _ in launches)
     check(problem, PYTHON_HOPPER)
     check_bits(problem, FUSED, runs=20)
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_without_turns(name, without_turns):  # noqa: F811
-    check(Problem(head_dim=128, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
-
-
-@pytest.mark.parametrize("name", MANY_KEYS)
-def test_many_keys(name):
-    """Without turns by default."""
-    check(Problem(head_dim=128, dtype="float16", **MANY_KEYS[name]), PYTHON_HOPPER)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -178,7 +150,7 @@ def test_the_backward_by_roles(name, head_dims):
 @pytest.mark.parametrize("name", WIDE_IN_CLUSTERS)
 @pytest.mark.usefixtures("by_columns")
 def test_every_cluster_that_divides_columns(name, head_dims, blocks, choose):  # noqa: F811
-    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose_clusters(choose, blocks)
     choose("fuses", lambda self, problem, gpu: max(head_dims) <= 192)
     p = Problem(head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16", **FEATURES[name])
     assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
@@ -212,12 +184,6 @@ def test_the_widest_fused_backward(name, choose):  # noqa: F811
     check_counts(p, FUSED)
 
 
-@pytest.mark.parametrize("kind", ["rising", "falling", "below", "outliers"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_kinds_of_scores(head_dim, kind):
-    check(Problem(333, 517, head_dim, heads=2, dtype="bfloat16"), PYTHON_HOPPER, kind=kind)
-
-
 @pytest.mark.parametrize("sides", [(128, 128), (192, 128), (128, 64)])
 def test_the_tiling_given_is_the_one_that_runs(sides):
     p = Problem(500, 700, 64, heads=2, dtype="float16", causal=True)
@@ -243,27 +209,6 @@ def test_counts_are_of_what_exists(head_dims):
 )
 def test_timeline_and_counts_of_every_visit(name, head_dim):
     check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
-
-
-def test_a_packed_sequence_never_meets_its_neighbours():
-    """Copies end where a sequence does: NaN beyond would reach an output as 0 x NaN."""
-    ends = (0, 100, 163, 400)
-    p = Problem(400, 400, 64, dtype="bfloat16", causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    x = make(p)
-    clean = run(p, x)
-    kept = {form: gradients(clean, x["dout"], form) for form in PYTHON_HOPPER.forms}
-    for array in x.values():
-        array[..., 100:163, :] = np.nan
-    result, rest = run(p, x), np.r_[0:100, 163:400]
-    assert (result.out[..., rest, :] == clean.out[..., rest, :]).all()
-    for form, expected in kept.items():
-        grads = gradients(result, x["dout"], form)
-        for name in ("dq", "dk", "dv"):
-            got, want = (getattr(g, name)[..., rest, :] for g in (grads, expected))
-            if form is False and name == "dq":  # added in any order
-                assert np.isfinite(got.astype(np.float32)).all()
-            else:
-                assert (got == want).all(), (name, form)
 
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["begins", "ends"])
@@ -320,12 +265,3 @@ def test_launches_side_by_side_count_their_own_items():
                 got += [gradients(result, x["dout"], form).dv for form in PYTHON_HOPPER.forms]
         cupy.cuda.Device().synchronize()
         assert all((a == b).all() for a, b in zip(got, 3 * expected, strict=True))
-
-
-def test_views_are_read_where_they_lie():
-    p = Problem(300, 300, 64, heads=4, dtype="float16", causal=True)
-    x = make(p)
-    expected = run(p, x).out
-    moved = {k: cupy.asarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for k, a in x.items()}
-    assert not moved["q"].flags.c_contiguous
-    assert (run(p, moved).out.get() == expected).all()

@@ -6,6 +6,22 @@ from flashsim import Problem, oracle
 from flashsim.own_kernels import LOAD, STORE, KernelTrace, Recorder
 
 
+def without_stages(transfers):
+    """Return bytes by operation and tensor, over all stages."""
+    found = {}
+    for (_, op, tensor), nbytes in transfers.items():
+        found[op, tensor] = found.get((op, tensor), 0) + nbytes
+    return found
+
+
+def codes_of(r, values):
+    """Record float32 arrays as tensors; return the tensors' codes by name."""
+    return {
+        name: r.tensor(f"{name}_ptr", x.shape, [s // 4 for s in x.strides], "float32", 4)
+        for name, x in values.items()
+    }
+
+
 def attention(
     n=256, d=64, block_q=64, block_k=32, heads=2, causal=True, twice=False, skip=True, group=1,
     given=None,
@@ -22,11 +38,8 @@ def attention(
     out, lse = oracle.attention(q[None], k[None], v[None], p)
     values = [q, k, v, out[0].astype(np.float32), lse[0].astype(np.float32)]
     r = Recorder("hand")
-    codes = [
-        r.tensor(name, x.shape, [s // x.itemsize for s in x.strides], "float32", 4)
-        for name, x in zip(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "lse_ptr"), values, strict=True)
-    ]
-    q_, k_, v_, o_, l_ = codes
+    names = "q", "k", "v", "o", "lse"
+    q_, k_, v_, o_, l_ = codes_of(r, dict(zip(names, values, strict=True))).values()
     tiles = -(-n // block_q)
     r.launch("forward", (tiles, heads), constants={"causal": causal})
     for head in range(heads):
@@ -60,10 +73,7 @@ def gradients(n=96, d=16, block=32, heads=2, group=1, causal=True, wrong=None):
     values |= {name: exact[name][0] for name in ("dq", "dk", "dv")} | (wrong or {})
     values = {name: np.asarray(x, np.float32) for name, x in values.items()}
     r = Recorder("hand")
-    t = {
-        name: r.tensor(f"{name}_ptr", x.shape, [s // 4 for s in x.strides], "float32", 4)
-        for name, x in values.items()
-    }
+    t = codes_of(r, values)
     tiles = [slice(first, min(n, first + block)) for first in range(0, n, block)]
 
     def move(op, names, head, rows):
@@ -107,10 +117,7 @@ def decoding(n=256, d=16, heads=2, splits=4, block=32):
     values |= {"l_part": np.zeros((splits, heads)), "o": out[0, :, 0], "lse": lse[0, :, 0]}
     values = {name: np.asarray(x, np.float32) for name, x in values.items()}
     r = Recorder("hand")
-    t = {
-        name: r.tensor(name, x.shape, [s // 4 for s in x.strides], "float32", 4)
-        for name, x in values.items()
-    }
+    t = codes_of(r, values)
     r.launch("split", (splits, heads))
     for head in range(heads):
         for split in range(splits):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hand_written import attention, decoding, gradients
+from hand_written import attention, decoding, gradients, without_stages
 
 import flashsim
 from flashsim import Problem, Tiling, oracle, viz
@@ -30,6 +30,22 @@ def one_tensor(shape=(64, 32), programs=2, **layout):
     return r, code
 
 
+def noted(*steps, **layout):
+    """Record accesses to one tensor: (program, operation, rows, line).
+
+    `rows` is a range of rows (first, end), or a dict of `Recorder.access` arguments.
+    """
+    r, code = one_tensor(**layout)
+    for program, op, rows, line in steps:
+        r.program((program,))
+        if isinstance(rows, tuple):
+            r.block(op, code, (slice(*rows),), line=("mine.py", line))
+        else:
+            tensor = code if len(rows["offsets"]) else -1
+            r.access(op, tensor, line=("mine.py", line), **rows)
+    return r
+
+
 # -- totals and traces --------------------------------------------------------------------------
 
 
@@ -43,9 +59,7 @@ def test_bytes_are_those_of_the_closed_form(n, block_q, block_k, causal):
     )
     assert traced.problem == counted.problem
     assert traced.tiling == counted.tiling
-    assert {k[1:]: v for k, v in traced.trace.transfers.items()} == {
-        k[1:]: v for k, v in counted.transfers.items()
-    }
+    assert without_stages(traced.trace.transfers) == without_stages(counted.transfers)
     assert traced.bytes() == counted.bytes() == traced.trace.bytes()
     assert traced.compulsory() == counted.compulsory() == traced.trace.compulsory()
     assert all(row.nbytes == row.expected and not row.why for row in traced.byte_rows)
@@ -81,10 +95,6 @@ def test_a_loop_that_runs_down_or_twice_has_a_visit_per_tile():
     assert visited["visit"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_one_head_stands_for_all_that_do_the_same():
-    assert attention(heads=4).trace.stages[0].repeat == 4
-
-
 def test_heads_that_differ_are_spelled_out():
     r, code = one_tensor((2, 64, 32), strides=(2048, 32, 1), programs=2)
     for head in range(2):
@@ -105,7 +115,7 @@ def test_a_group_of_query_heads_shares_keys():
         Problem(256, head_dim=64, heads=4, kv_heads=2, causal=True), tiling=Tiling(64, 32)
     )
     assert traced.bytes("load", "K") == counted.bytes("load", "K")
-    assert traced.trace.stages[0].repeat == 4
+    assert traced.trace.stages[0].repeat == 4  # one head stands for all that do the same
 
 
 def test_a_trace_is_saved_and_loaded(tmp_path):
@@ -281,13 +291,6 @@ def test_launches_apart():
         traced.only("third")
 
 
-def without_stages(transfers):
-    found = {}
-    for (_, op, tensor), nbytes in transfers.items():
-        found[op, tensor] = found.get((op, tensor), 0) + nbytes
-    return found
-
-
 @pytest.mark.parametrize(("causal", "group"), [(True, 1), (False, 1), (True, 2)])
 def test_a_backward_pass_of_three_launches(causal, group):
     traced = gradients(causal=causal, group=group)
@@ -317,33 +320,19 @@ def test_decoding_in_parts():
     assert traced.trace.own.workspace == 4 * 2 * 17 * 4
 
 
-GRADIENTS = {
-    "dQ is not multiplied by the scale": {"dq": 4.0},
-    "dK is not multiplied by the scale": {"dk": 4.0},
-    "neither dQ nor dK is multiplied by the scale": {"dq": 4.0, "dk": 4.0},
-}
-
-
-@pytest.mark.parametrize("mistake", GRADIENTS)
-def test_gradients_without_their_scale(mistake):
-    right = dict(zip(("dq", "dk"), (gradients().values[n] for n in (7, 8)), strict=True))
-    wrong = {name: right[name] * factor for name, factor in GRADIENTS[mistake].items()}
-
-    verdict = gradients(wrong=wrong).check()
-
-    assert not verdict.right
-    assert verdict.mistake == mistake
-
-
-def test_other_mistakes_of_a_backward_pass():
-    """dS without delta, and dK, dV of one head of a group, in a plain computation."""
+def test_mistakes_of_a_backward_pass():
+    """dS without delta or a scale, and dK, dV of one head of a group, in a plain computation."""
     traced = gradients(group=2)
-    q, k, v, _, lse, do = (x.astype(np.float64) for x in traced.values[:6])
+    q, k, v, _, lse, do, delta, dq, dk, _ = (x.astype(np.float64) for x in traced.values)
     keep, scale = np.tril(np.ones((96, 96), bool)), traced.problem.scale
     e = np.exp(np.where(keep, q @ k[0].T * scale, -np.inf) - lse[..., None])
-    ds = e * (do @ v[0].T - traced.values[6][..., None])
+    ds = e * (do @ v[0].T - delta[..., None])
     without = e * (do @ v[0].T)
+    unscaled = {"dq": 4.0 * dq, "dk": 4.0 * dk}
     cases = {
+        "dQ is not multiplied by the scale": {"dq": unscaled["dq"]},
+        "dK is not multiplied by the scale": {"dk": unscaled["dk"]},
+        "neither dQ nor dK is multiplied by the scale": unscaled,
         "delta is not subtracted": {
             "dq": scale * without @ k[0],
             "dk": scale * np.einsum("hqk,hqd->kd", without, q)[None],
@@ -355,116 +344,65 @@ def test_other_mistakes_of_a_backward_pass():
         "dQ has only the last key tile's": {"dq": scale * ds[:, :, 64:] @ k[0, 64:]},
     }
     for text, wrong in cases.items():
-        assert text in gradients(group=2, wrong=wrong).check().mistake, text
+        verdict = gradients(group=2, wrong=wrong).check()
+        assert not verdict.right
+        assert text in verdict.mistake, text
 
 
 # -- warnings -----------------------------------------------------------------------------------
-
-
-def kinds(traced):
-    return {one.kind: one for one in traced.findings}
 
 
 def test_a_clean_kernel_has_no_warnings():
     assert attention().findings == []
 
 
-def test_two_programs_that_store_one_element():
-    r, code = one_tensor()
-    for i in range(2):
-        r.program((i,))
-        r.block(STORE, code, (slice(20 * i, 20 * i + 32),), line=("mine.py", 5 + i))
+RACE = "line 9: in one launch, one of programs (1,) and (0,) loads x"
+RUN = np.arange(32 * 8)
+WARNINGS = [
+    ("two stores", "line 6: programs (0,) and (1,) both store x[20, 0]",
+     [(0, STORE, (0, 32), 5), (1, STORE, (20, 52), 6)], {}),
+    ("never stored", "384 of 2,048 elements are never stored, first x[52, 0]",
+     [(0, STORE, (0, 32), 5), (1, STORE, (20, 52), 6)], {}),
+    ("race", RACE, [(0, LOAD, (0, 64), 9), (1, STORE, (0, 64), 9)], {}),
+    ("race", RACE, [(0, STORE, (0, 64), 9), (1, LOAD, (0, 64), 9)], {}),
+    ("outside", "line 4: load outside of x (64, 32): 12 of 32 lanes in program (0,)",
+     [(0, LOAD, {"offsets": RUN[:16], "masked": 4, "outside": 12}, 4)], {}),
+    ("never stored", "1,024 of 2,048 elements are never stored, first x[32, 0]",
+     [(0, STORE, (0, 32), 3)], {}),
+    ("uncoalesced", "line 8: load of x touches 64 sectors of 32 B for 256 B (12% used)",
+     [(0, LOAD, {"offsets": RUN[:64] * 64}, 8)], {"shape": (64, 64)}),
+    ("masked lanes", "line 8: 54 of 64 lanes of the load of x are masked off (84%)",
+     [(0, LOAD, {"offsets": RUN[:10], "masked": 54}, 8)], {}),
+    ("masked lanes", "line 9: 1 stores with every lane masked off",
+     [(0, LOAD, (0, 1), 8), (0, STORE, {"offsets": RUN[:0], "masked": 64}, 9)], {}),
+    ("next head", "line 8: load of x goes past its head's last row",
+     [(0, LOAD, {"offsets": RUN}, 8), (0, LOAD, {"offsets": RUN + 256}, 8)],
+     {"shape": (2, 50, 8), "strides": (400, 8, 1)}),
+]  # fmt: skip
 
-    found = kinds(KernelTrace(r.done()))
 
-    assert "line 6: programs (0,) and (1,) both store x[20, 0]" in found["two stores"].text
-    assert "never stored" in found  # rows 52 to 63
+@pytest.mark.parametrize(("kind", "text", "steps", "layout"), WARNINGS)
+def test_a_warning_names_line_and_program(kind, text, steps, layout):
+    found = KernelTrace(noted(*steps, **layout).done()).findings
+
+    assert any(one.kind == kind and text in one.text for one in found), found
 
 
 def test_atomic_additions_by_two_programs_are_no_clash_but_a_store_is():
-    r, code = one_tensor()
-    for i in range(2):
-        r.program((i,))
-        r.block(ATOMIC, code, (slice(0, 64),))
+    r = noted((0, ATOMIC, (0, 64), 1), (1, ATOMIC, (0, 64), 1))
     assert not r.done().clashes
 
-    r.program((1,))
-    r.block(STORE, code, (slice(0, 1),))
+    r.block(STORE, 0, (slice(0, 1),))
     assert [one.kind for one in r.done().clashes] == ["two stores"]
 
 
-@pytest.mark.parametrize("order", [(LOAD, STORE), (STORE, LOAD)])
-def test_a_read_of_what_another_program_stores(order):
-    r, code = one_tensor()
-    for i, op in enumerate(order):
-        r.program((i,))
-        r.block(op, code, (slice(0, 64),), line=("mine.py", 9))
-
-    found = kinds(KernelTrace(r.done()))
-
-    assert "line 9: in one launch, one of programs (1,) and (0,) loads x" in (found["race"].text)
-
-
 def test_launches_are_ordered_so_there_is_no_race_between_them():
-    r, code = one_tensor()
-    r.program((0,))
-    r.block(STORE, code, (slice(0, 64),))
+    r = noted((0, STORE, (0, 64), 1))
     r.launch("second", (1,))
     r.program((0,))
-    r.block(LOAD, code, (slice(0, 64),))
+    r.block(LOAD, 0, (slice(0, 64),))
 
     assert not r.done().clashes
-
-
-def test_lanes_outside_and_never_stored():
-    r, code = one_tensor()
-    r.program((0,))
-    r.block(STORE, code, (slice(0, 32),), line=("mine.py", 3))
-    r.access(LOAD, code, np.arange(16), masked=4, outside=12, line=("mine.py", 4))
-
-    found = kinds(KernelTrace(r.done()))
-
-    assert "line 4: load outside of x (64, 32): 12 of 32 lanes in program (0,)" in (
-        found["outside"].text
-    )
-    assert "1,024 of 2,048 elements are never stored, first x[32, 0]" in (
-        found["never stored"].text
-    )
-
-
-def test_pointers_across_rows_waste_sectors():
-    r, code = one_tensor((64, 64))
-    r.program((0,))
-    r.access(LOAD, code, np.arange(64) * 64, line=("mine.py", 8))
-
-    found = kinds(KernelTrace(r.done()))
-
-    assert "line 8: load of x touches 64 sectors of 32 B for 256 B (12% used)" in (
-        found["uncoalesced"].text
-    )
-
-
-def test_masked_lanes_and_accesses_without_any():
-    r, code = one_tensor()
-    r.program((0,))
-    r.access(LOAD, code, np.arange(10), masked=54, line=("mine.py", 8))
-    r.access(STORE, -1, np.zeros(0, np.int64), masked=64, line=("mine.py", 9))
-
-    texts = [one.text for one in KernelTrace(r.done()).findings]
-
-    assert any("line 8: 54 of 64 lanes of the load of x are masked off (84%)" in x for x in texts)
-    assert any("line 9: 1 stores with every lane masked off" in x for x in texts)
-
-
-def test_a_load_that_runs_into_the_next_head():
-    r, code = one_tensor((2, 50, 8), strides=(400, 8, 1))
-    r.program((0,))
-    for first in (0, 32):
-        r.access(LOAD, code, np.arange(first * 8, (first + 32) * 8), line=("mine.py", 8))
-
-    found = kinds(KernelTrace(r.done()))
-
-    assert "line 8: load of x goes past its head's last row" in found["next head"].text
 
 
 # -- right or wrong -----------------------------------------------------------------------------
@@ -503,6 +441,15 @@ def test_the_computation_without_a_mistake_is_the_oracle_s():
         np.testing.assert_allclose(back[name], exact[name.lower()][0], rtol=1e-11, atol=1e-12)
 
 
+def guessed(traced, text, o, l):
+    """Assert that results O and L are wrong, and the words for it."""
+    values = [*traced.values[:3], o.astype(np.float32), l.astype(np.float32)]
+    verdict = KernelTrace(traced.record, problem=traced.problem, values=values).check()
+    assert not verdict.right
+    assert text in verdict.mistake, (text, verdict.mistake)
+    assert f"if {verdict.mistake}" in str(verdict)
+
+
 def test_each_known_mistake_is_guessed_and_no_other():
     """A plain attention that shares no code has each mistake seeded."""
     traced = attention(n=80, d=16, block_q=32, block_k=32)
@@ -528,12 +475,8 @@ def test_each_known_mistake_is_guessed_and_no_other():
         "there is no causal mask": plain(keep=seen)[:2],
         "a query also sees the next key": plain(keep=later & seen)[:2],
     }
-    for text, (o, l) in cases.items():
-        values = [*traced.values[:3], o.astype(np.float32), l.astype(np.float32)]
-        verdict = KernelTrace(traced.record, values=values).check()
-        assert not verdict.right
-        assert text in verdict.mistake, (text, verdict.mistake)
-        assert f"if {verdict.mistake}" in str(verdict)
+    for text, results in cases.items():
+        guessed(traced, text, *results)
 
 
 def test_mistakes_at_the_ends_of_tiles_and_among_heads():
@@ -558,10 +501,8 @@ def test_mistakes_at_the_ends_of_tiles_and_among_heads():
         "h % kv_heads": plain(heads="modulo"),
         "the softmax is over the queries": plain(axis=1),
     }
-    for text, (o, l) in cases.items():
-        values = [*traced.values[:3], o.astype(np.float32), l.astype(np.float32)]
-        made = KernelTrace(traced.record, problem=traced.problem, values=values)
-        assert text in made.check().mistake, (text, made.verdict.mistake)
+    for text, results in cases.items():
+        guessed(traced, text, *results)
 
 
 def test_masks_of_blocks_and_gaps_between_elements():

@@ -19,6 +19,7 @@ import ml_dtypes
 import triton
 import triton.language as tl
 import triton_cases as cases
+from hand_written import without_stages
 from triton.runtime import interpreter
 from triton_cases import example, line_of
 
@@ -44,14 +45,6 @@ BF16 = ml_dtypes.bfloat16
 def draw(*shapes, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(shape, dtype=np.float32).astype(dtype) for shape in shapes]
-
-
-def without_stages(transfers):
-    """Bytes by operation and tensor, over all stages."""
-    found = {}
-    for (_, op, tensor), nbytes in transfers.items():
-        found[op, tensor] = found.get((op, tensor), 0) + nbytes
-    return found
 
 
 # -- bytes: a hand count, and the closed form ---------------------------------------------------

@@ -152,7 +152,7 @@ def run(**options):
 
 
 REFUSED = refusals(r"""
-Precision(stats="float16") -> UnknownArgumentError: Precision has no argument 'stats'
+Precision(stats="float16") -> UnknownArgumentError: Precision() has no argument 'stats'
 Precision(p="float8") -> DTypeError: dtype 'float8' is not supported
 Precision(flush=2) -> OptionError: needs accumulator='hopper-fp8'
 Precision(accumulator="hopper-fp8", flush=0) -> ShapeError: flush must be at least 1

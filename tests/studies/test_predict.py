@@ -24,11 +24,15 @@ H200 = Device.get("H200")
 HERTZ = 66.9e12 / (2 * 128 * 132)
 
 
-def work(problem, kernels="hopper", algorithm="flash2", stage="forward", tiling=None):
+def prepared(p, stage="forward", algorithm="flash2", kernels="hopper", tiling=None, device=H200):
+    """The launch of a stage, and its pass."""
     direction = "forward" if stage == "forward" else "backward"
-    passes, traffic = model._prepare(problem, direction, algorithm, kernels, tiling, H200)
-    one = next(x for x in passes if x.stage.name == stage)
-    return work_of(one, traffic)
+    passes, traffic = model._prepare(p, direction, algorithm, kernels, tiling, device)
+    return next(one for one in passes if one.stage.name == stage), traffic
+
+
+def work(problem, kernels="hopper", algorithm="flash2", stage="forward", tiling=None):
+    return work_of(*prepared(problem, stage, algorithm, kernels, tiling))
 
 
 def test_units_of_a_visit_by_hand():
@@ -115,7 +119,8 @@ def test_what_dq_adds_beside_dk_and_dv():
     fewest = replace(few, batch=2)
     adds = {}
     for name, shape in (("some", p), ("few", few), ("fewest", fewest)):
-        alone = model.stage_seconds(_works(shape, "dq"), calibration.CALIBRATED["hopper"]["dq"])[0]
+        works = model.works_of(*prepared(shape, "dq"))
+        alone = model.stage_seconds(works, calibration.CALIBRATED["hopper"]["dq"])[0]
         adds[name] = predict(shape, direction="backward").stages[-1].seconds / alone
     assert adds["some"] < 0.8  # most SMs have nothing else to do
     # 68 SMs are idle; 60 of 128 blocks have a tile each by their numbers, and begin last.
@@ -129,12 +134,6 @@ def test_a_block_that_waits_for_an_sm_holds_its_first_tile_back():
     assert model._held_back([2.0], 6, 6, [0.0, 0.0, 10.0]) == 12  # the fourth to sixth do not wait
     assert model._held_back([2.0], 2, 2, [0.0, 0.0, 10.0]) == 2  # no third block
     assert model._held_back([3.0, 1.0], 2, 1, [0.0, 5.0]) == 7  # 3 3 1 | 1 at 5, head by head
-
-
-def _works(p, stage):
-    """The work of a stage of Hopper's three passes."""
-    passes, traffic = model._prepare(p, "backward", "flash2", "hopper", None, Device.get("H200"))
-    return model.works_of(next(one for one in passes if one.stage.name == stage), traffic)
 
 
 def test_blocks_that_share_an_sm_wait_side_by_side():
@@ -191,9 +190,7 @@ SHARED = {"batch": 2, "heads": 32, "kv_heads": 4, "dtype": "bfloat16"}
 def again(**problem):
     """What crosses HBM again in the fused kernel, as a share of what is asked of L2 and added."""
     p = Problem(**SHARED | {"n_q": 4096, "head_dim": 128, "causal": True} | problem)
-    given = p, "backward", "flash2-fused", "hopper", None, Device.get("H200")
-    passes, traffic = model._prepare(*given)
-    one = next(x for x in passes if x.stage.name == "fused")
+    one, traffic = prepared(p, "fused", "flash2-fused")
     asked = traffic.bytes("load") + 2 * traffic.bytes("reduce")
     return bytes_again(one, traffic) / asked
 
@@ -235,9 +232,7 @@ def test_what_l2_does_not_hold_crosses_hbm_again():
 )
 def test_each_wave_reads_row_tiles_again(shape):
     p = Problem(**shape, dtype="bfloat16", causal=True)
-    given = p, "backward", "flash2-fused", "hopper", None, Device.get("H100")
-    passes, traffic = model._prepare(*given)
-    one = next(x for x in passes if x.stage.name == "fused")
+    one, traffic = prepared(p, "fused", "flash2-fused", device=Device.get("H100"))
     one = replace(one, clump=one.walks)
     walk = "in-step" if dict(one.kernel.constants)["FS_IN_STEP"] else "straight"
     l2 = L2Model("grouped", walk=walk, heads_in_group=one.clump, blocks_per_sm=1, flush=False)
@@ -256,8 +251,7 @@ def test_last_column_tiles_without_visits_are_no_part_of_a_wave():
         (9000, lambda b, h, q, k: q >= k),
     ):
         p = Problem(20_480, n_kv, 128, **SHARED, mask_mod=mask_mod)
-        passes, _ = model._prepare(p, "backward", "flash2-fused", "hopper", None, H200)
-        (one,) = (x for x in passes if x.stage.name == "fused")
+        one, _ = prepared(p, "fused", "flash2-fused")
         waves.append(_waves_per_row(one, heads=4, processors=132))
     assert waves[0] == waves[1] > 1
 
@@ -294,7 +288,7 @@ def test_heads_worked_on_one_by_one_leave_a_longer_tail():
 
 
 def test_a_device_with_little_bandwidth_is_bound_by_it():
-    slow = Device(**{**Device.get("H200").to_dict(), "hbm_bandwidth": 1e9})
+    slow = Device(**{**H200.to_dict(), "hbm_bandwidth": 1e9})
     found = predict(PROBLEM, device=slow).stages[0]
     assert found.bound == "HBM"
     traffic = flashsim.count(PROBLEM, tiling=Tiling(128, 128))
@@ -351,11 +345,9 @@ def test_what_stays_in_l2_waits_for_no_hbm():
 def test_the_first_tiles_of_a_wave_wait_for_hbm():
     """Two waves of 132 blocks with four visits: Q, O, LSE and a quarter of K and V of one wave."""
     p = Problem(256, 704, 128, batch=4, heads=33, dtype="bfloat16")
-    tiling = Tiling(128, 176)
-    passes, traffic = model._prepare(p, "forward", "flash2", "hopper", tiling, H200)
+    works = model.works_of(*prepared(p, tiling=Tiling(128, 176)))
     q_o, k_v, lse = 2 * 132 * 256 * 128 * 2, 2 * 132 * 704 * 128 * 2, 132 * 256 * 4
     none = Constants(launch=0.0)
-    works = model.works_of(passes[0], traffic)
     assert works[-1].visits.tolist() == [4, 4]
     seconds, last, _, hbm = model.stage_seconds(works, none)
     assert hbm == pytest.approx(

@@ -87,6 +87,11 @@ def long_csv(launches):
     return "==PROF== Connected to process 77\nprinted by the program\n" + table(rows)
 
 
+def reads_of(*kernels):
+    """Launches that read ten sectors each."""
+    return long_csv([(kernel, {READ: ("10", "sector")}) for kernel in kernels])
+
+
 READ, DRAM = METRICS["reads at L2"], METRICS["DRAM read"]
 FLOPS = "tensor FLOPs, bf16"
 
@@ -627,23 +632,27 @@ def test_a_case_runs_with_its_softcap_and_its_widths(monkeypatch):
     assert traffic.bytes(tensor="V") == 2 * traffic.bytes(tensor="K")
 
 
-def stand_in(folder, body):
-    """A program called ncu: no profiler, but the same way of being called."""
-    path = folder / "ncu"
-    path.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Make a program called ncu: no profiler, but the same way of being called."""
+    path = tmp_path / "ncu"
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def make(body):
+        path.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+    return make
 
 
-def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
+def test_cases_are_run_twice_and_their_table_read(stand_in):
     kernels = ["flash_forward", "flash_delta", "hopper_backward", "flash_dq", "flash_forward"]
     wanted = CASES[:2]
-    text = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in kernels])
+    text = reads_of(*kernels)
     stand_in(
-        tmp_path,
         f"assert '--clock-control' in sys.argv and 'flashsim.studies.verify.workload' in sys.argv\n"
-        f"print({text!r})",
+        f"print({text!r})"
     )
-    monkeypatch.setenv("PATH", str(tmp_path))
     kept = record(wanted)
     assert parse(kept.text) == parse(text)
     cases = passes_of(kept)
@@ -672,9 +681,8 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
             "more kernel launches than flashsim predicts; launch",
         ),
     ):
-        table_of = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in wrong])
         with pytest.raises(errors.TraceError, match=message):
-            passes_of(replace(kept, text=table_of))
+            passes_of(replace(kept, text=reads_of(*wrong)))
 
 
 GPUS = {
@@ -711,11 +719,9 @@ def test_a_gpu_that_no_preset_describes_is_named(gpu):
         reported(*gpu)
 
 
-def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
+def test_it_is_predicted_for_the_gpu_that_is_measured(stand_in, monkeypatch):
     """Also by the command; and where there is none to ask, that is said."""
-    text = long_csv([("flash_forward", {READ: ("10", "sector")})])
-    stand_in(tmp_path, f"print({text!r})")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    stand_in(f"print({reads_of('flash_forward')!r})")
     counted = [[Counted("flash2", "forward", Tiling(64, 64), {}).to_dict()]]
     real = measure.output_of
 
@@ -745,9 +751,8 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
         record([replace(unnamed, backend="simulator")])
 
 
-def test_without_a_gpu_nothing_is_predicted_for_one_by_default(monkeypatch, tmp_path):
-    stand_in(tmp_path, "pass")
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_without_a_gpu_nothing_is_predicted_for_one_by_default(stand_in, monkeypatch):
+    stand_in("pass")
 
     def fails(*_):
         raise errors.BackendUnavailable("no NVIDIA GPU is visible")
@@ -770,10 +775,9 @@ def test_the_workload_counts_only_where_it_is_told_to(tmp_path):
     assert [len(case) for case in counted] == [2, 1]
 
 
-def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
-    text = long_csv([("flash_forward", {READ: ("10", "sector")})])
-    stand_in(tmp_path, f"print({text!r})")
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_the_command_measures_and_keeps_the_table(tmp_path, stand_in):
+    text = reads_of("flash_forward")
+    stand_in(f"print({text!r})")
     kept = tmp_path / "kept.csv"
     (row,) = rows("verify", *ON_H200, "--save", kept)
     problem = Problem(64, head_dim=16, dtype="bfloat16")
@@ -784,11 +788,10 @@ def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
     assert rows("verify", "--from", kept) == [row]
 
 
-def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch):
+def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, stand_in):
     """The second table is the first, counts and all, with no option that says what ran."""
     counter = METRICS["bytes into SMs"]
-    stand_in(tmp_path, f"print({long_csv([('flash_forward', {counter: ('10', 'byte')})])!r})")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    stand_in(f"print({long_csv([('flash_forward', {counter: ('10', 'byte')})])!r})")
     kept = tmp_path / "kept.csv"
     first = ok("verify", *ON_H200, "--causal", "--save", kept)
     assert ok("verify", "--from", kept) == first
@@ -802,9 +805,8 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
         Record.load(kept)
 
 
-def test_a_profiler_that_fails_is_quoted(tmp_path, monkeypatch):
-    stand_in(tmp_path, "print('ERR_NVGPUCTRPERM'); sys.exit(1)")
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_a_profiler_that_fails_is_quoted(stand_in):
+    stand_in("print('ERR_NVGPUCTRPERM'); sys.exit(1)")
     with pytest.raises(errors.BackendUnavailable, match="exit code 1: ERR_NVGPUCTRPERM"):
         record(CASES)
 

@@ -16,6 +16,15 @@ from flashsim.schedule.plans import GENERAL as ALGORITHMS
 
 KINDS = ("normal", "rising", "falling", "heavy")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
+#: float64, where the judge has a wider type.
+FLOAT64 = pytest.param(
+    "float64",
+    marks=pytest.mark.skipif(
+        np.finfo(np.longdouble).eps >= np.finfo(np.float64).eps,
+        reason="this platform has no type wider than float64 to judge it by",
+    ),
+)
+JUDGED = (FLOAT64, *DTYPES[1:])
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,25 @@
 """Emulate AMX tiles and VDPBF16PS in NumPy and in portable code, by Intel's manual.
 
-`TileMachine` executes the instructions of `bf16_dot.amx_tiles.program`, the same that
-`bf16_dot.amx_tiles.lower` emits for a CPU with AMX. It refuses what such a CPU refuses (a tile that
-no LDTILECFG configured) and what is surely a bug (a tile read before it was written). `emulate`
-adds two kinds of CPU to the engine, which then runs as on those CPUs, with emulated instructions.
+`TileMachine` executes tile instructions: code that `bf16_dot.amx_tiles` emits calls it where it
+would call LLVM's intrinsics. It refuses what a CPU with AMX refuses (a tile that no LDTILECFG
+configured) and what is surely a bug (a tile read before it was written). `emulate` adds two kinds
+of CPU to the engine, which then runs as on those CPUs, with emulated instructions.
 
 Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TDPBF16PS,
 VDPBF16PS. Both products treat denormals as zero, on the way in and out, and round to nearest even.
 """
 
 import ctypes
-import itertools
 import threading
-from functools import partial
 from typing import NamedTuple
 
 import llvmlite.binding as llvm
 import numpy as np
-from llvmlite import ir
 from numba.core import config
 
-from flashsim.engines.cpu.bf16_dot import amx_tiles, codegen
-from flashsim.engines.cpu.micro_kernels import kv_stream, pair_writer, registers
+from flashsim.engines.cpu.bf16_dot import amx_tiles
+from flashsim.engines.cpu.micro_kernels import pair_writer, registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
 from flashsim.l2 import compiled
 
 SMALLEST = np.finfo(np.float32).tiny
@@ -82,40 +78,27 @@ class TileMachine:
         self.counts["Release"] += 1
         self.shapes, self.tiles = [], {}
 
-    def run(
-        self, program: amx_tiles.Program, addresses: dict[str, int], strides: dict[str, int], n
-    ):
-        """Run a program on memory at addresses; strides count 32-bit elements."""
-        for instruction in program.before:
-            self.step(instruction, addresses, strides, 0)
-        for x in range(0, n - amx_tiles.SIDE + 1, amx_tiles.SIDE):
-            for instruction in program.each:
-                self.step(instruction, addresses, strides, x)
-        for instruction in program.after:
-            self.step(instruction, addresses, strides, 0)
+    def zero(self, tile: int) -> None:
+        """TILEZERO."""
+        self.counts["Zero"] += 1
+        rows, width = self.shape(tile)
+        self.tiles[tile] = np.zeros((rows, width // 4), np.uint32)
 
-    def step(self, instruction: amx_tiles.Instruction, addresses, strides, x: int) -> None:
-        """Execute one instruction, in the iteration of pair x."""
-        self.counts[type(instruction).__name__] += 1
-        if isinstance(instruction, amx_tiles.Zero):
-            rows, width = self.shape(instruction.tile)
-            self.tiles[instruction.tile] = np.zeros((rows, width // 4), np.uint32)
-        elif isinstance(instruction, amx_tiles.Dot):
-            self.dot(instruction)
-        else:
-            name, stride = instruction.operand, strides[instruction.operand]
-            at = instruction.row * amx_tiles.SIDE * stride + instruction.column * amx_tiles.SIDE
-            at += {"A": x, "B": x * stride, "C": 0}[name]
-            memory = self.memory(addresses[name] + 4 * at, stride, *self.shape(instruction.tile))
-            if isinstance(instruction, amx_tiles.Load):
-                self.tiles[instruction.tile] = memory.copy()
-            else:
-                memory[:] = self.read(instruction.tile)
+    def load(self, tile: int, address: int, stride: int) -> None:
+        """TILELOADD of rows that are `stride` bytes apart."""
+        self.counts["Load"] += 1
+        self.tiles[tile] = self.memory(address, stride, *self.shape(tile)).copy()
 
-    def dot(self, instruction: amx_tiles.Dot) -> None:
-        """Execute TDPBF16PS: sums of even and of odd pairs from zero, then both added to C."""
-        c, a, b = (self.read(tile) for tile in instruction)
-        if len({*instruction}) < 3 or a.shape != (len(c), len(b)) or b.shape[1] != c.shape[1]:
+    def store(self, tile: int, address: int, stride: int) -> None:
+        """TILESTORED."""
+        self.counts["Store"] += 1
+        self.memory(address, stride, *self.shape(tile))[:] = self.read(tile)
+
+    def dot(self, *registers: int) -> None:
+        """TDPBF16PS: sums of even and of odd pairs from zero, then both added to C."""
+        self.counts["Dot"] += 1
+        c, a, b = map(self.read, registers)
+        if len({*registers}) < 3 or a.shape != (len(c), len(b)) or b.shape[1] != c.shape[1]:
             raise Refused(f"tiles of C {c.shape}, A {a.shape} and B {b.shape}")
         sums = np.zeros((2, *c.shape), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # also of rows that nobody reads
@@ -124,7 +107,7 @@ class TileMachine:
             for k in range(len(b)):  # float64 holds a product exactly, with digits to spare
                 sums = flushed((sums + products[:, :, k]).astype(np.float32))
             total = flushed(c.view(np.float32)) + flushed(sums[0] + sums[1])
-            self.tiles[instruction.c] = flushed(total).view(np.uint32)
+            self.tiles[registers[0]] = flushed(total).view(np.uint32)
 
     def read(self, tile: int) -> np.ndarray:
         """Return a tile that was written."""
@@ -141,10 +124,10 @@ class TileMachine:
 
     @staticmethod
     def memory(address: int, stride: int, rows: int, width: int) -> np.ndarray:
-        """Return rows of a tile in memory, `stride` elements apart."""
-        words = ctypes.c_uint32 * (stride * (rows - 1) + width // 4)
+        """Return rows of a tile in memory, `stride` bytes apart."""
+        words = ctypes.c_uint32 * ((stride * (rows - 1) + width) // 4)
         flat = np.frombuffer(words.from_address(address), np.uint32)
-        return np.lib.stride_tricks.as_strided(flat, (rows, width // 4), (4 * stride, 4))
+        return np.lib.stride_tricks.as_strided(flat, (rows, width // 4), (stride, 4))
 
 
 # -- kinds of CPU for the engine -------------------------------------------------------------------
@@ -175,81 +158,51 @@ ALL: list[TileMachine] = []
 ERRORS: list[Exception] = []
 _machines = Machines()
 
-_STEP = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64] * 3, ctypes.c_int64)
-_ONCE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
+def _callback(run, *kinds):
+    """Return a C function that runs an instruction on this thread's machine."""
 
-def _callback(kind, function):
     def guarded(*args):
         try:
-            function(*args)
+            run(_machines.own, *args)
         except Exception as error:
             ERRORS.append(error)
 
-    return kind(guarded)
+    return ctypes.CFUNCTYPE(None, *kinds)(guarded)
 
 
-def _step(program, C, ldc, A, lda, B, ldb, n):
-    strides = {"C": ldc, "A": lda, "B": ldb}
-    _machines.own.run(program, {"C": C, "A": A, "B": B}, strides, n)
-
-
+_TILE, _ADDRESS, _STRIDE = ctypes.c_uint8, ctypes.c_void_p, ctypes.c_int64
+#: What LLVM's intrinsics do here.
 _CALLBACKS = {
-    "flashsim_machine_configure": _callback(
-        _ONCE, lambda _: _machines.own.configure(amx_tiles.CONFIG)
-    ),
-    "flashsim_machine_release": _callback(_ONCE, lambda _: _machines.own.release()),
-    **{
-        f"flashsim_machine_{mode}_{rows}x{columns}": _callback(
-            _STEP, partial(_step, amx_tiles.program(mode, rows, columns))
-        )
-        for mode, rows, columns in itertools.product(("set", "add"), (1, 2), (1, 2))
-    },
+    "ldtilecfg": _callback(lambda own, at: own.configure(ctypes.string_at(at, 64)), _ADDRESS),
+    "tilerelease": _callback(TileMachine.release),
+    "tilezero": _callback(TileMachine.zero, _TILE),
+    "tileloadd64": _callback(TileMachine.load, _TILE, _ADDRESS, _STRIDE),
+    "tilestored64": _callback(TileMachine.store, _TILE, _ADDRESS, _STRIDE),
+    "tdpbf16ps": _callback(TileMachine.dot, _TILE, _TILE, _TILE),
 }
+_PREFIX = "flashsim_machine_"
 
 
-def _external(module: ir.Module, name: str, kinds: list) -> ir.Function:
-    found = module.globals.get(name)
-    return found or ir.Function(module, ir.FunctionType(VOID, kinds), name)
+def two_fmas(code: pair_writer.PairCode, left, right, total):
+    """Return the code of VDPBF16PS for any CPU, which adds the upper numbers first."""
+    b, bits = code.b, code.ints(0).type
 
-
-def _lower(module, block: Blocking, itemsize: int, mode: str, rows: int, columns: int):
-    address = ir.FloatType().as_pointer()
-    kinds = [address, INT, address, INT, address, INT, INT]
-    return _external(module, f"flashsim_machine_{mode}_{rows}x{columns}", kinds)
-
-
-def _once(name: str):
-    def build(module, block: Blocking, itemsize: int):
-        del block, itemsize
-        return _external(module, f"flashsim_machine_{name}", [ir.FloatType().as_pointer()])
-
-    return build
-
-
-class TwoFmas(pair_writer.PairCode):
-    """VDPBF16PS in portable code."""
-
-    def step(self, left, right, total):
-        """Add the upper numbers first."""
-        for upper in (True, False):
-            x, y = (self.number(pair, upper) for pair in (left, right))
-            total = self.flush(self.fma(x, y, total))
-        return total
-
-    def number(self, pair, upper: bool):
-        """Return one bfloat16 of each pair, as a float."""
-        bits = self.b.bitcast(pair, self.ints(0).type)
-        mask, shift = self.ints(0xFFFF0000), self.ints(16)
-        bits = self.b.and_(bits, mask) if upper else self.b.shl(bits, shift)
-        return self.flush(self.b.bitcast(bits, self.vector))
-
-    def flush(self, x):
+    def flush(x):
         """Return x without denormals."""
-        bits = self.b.bitcast(x, self.ints(0).type)
-        exponent = self.b.and_(bits, self.ints(0x7F800000))
-        sign = self.b.bitcast(self.b.and_(bits, self.ints(1 << 31)), self.vector)
-        return self.b.select(self.b.icmp_unsigned("==", exponent, self.ints(0)), sign, x)
+        exponent = b.and_(b.bitcast(x, bits), code.ints(0x7F800000))
+        sign = b.bitcast(b.and_(b.bitcast(x, bits), code.ints(1 << 31)), code.vector)
+        return b.select(b.icmp_unsigned("==", exponent, code.ints(0)), sign, x)
+
+    def number(pair, upper: bool):
+        """Return one bfloat16 of each pair, as a float."""
+        words = b.bitcast(pair, bits)
+        half = b.and_(words, code.ints(0xFFFF0000)) if upper else b.shl(words, code.ints(16))
+        return flush(b.bitcast(half, code.vector))
+
+    for upper in (True, False):
+        total = flush(code.fma(number(left, upper), number(right, upper), total))
+    return total
 
 
 def emulate(monkeypatch) -> None:
@@ -261,19 +214,11 @@ def emulate(monkeypatch) -> None:
     monkeypatch.setattr(compiled._Disk, "save_overload", lambda *_: None)
     monkeypatch.setattr(config, "OPT", type(config.OPT)(0))
     for name, callback in _CALLBACKS.items():
-        llvm.add_symbol(name, ctypes.cast(callback, ctypes.c_void_p).value)
-    for kind, pairs in ((EmulatedAmx, "machine"), (EmulatedBf16, "fmas")):
-        monkeypatch.setitem(registers.BLOCKING, kind, Blocking(64, 4, pairs=pairs))
-        monkeypatch.setitem(registers.NARROW, kind, registers.NARROW[registers.Amx])
-        monkeypatch.setitem(pair_writer.NATIVE, pairs, False)
-    products = {
-        "machine": partial(codegen.build_tile_product, lower=_lower),
-        "fmas": partial(codegen.build_vector_product, writer=TwoFmas),
-    }
-    monkeypatch.setitem(pair_writer.WRITERS, "fmas", TwoFmas)
-    monkeypatch.setitem(pair_writer.WRITERS, "machine", pair_writer.PairCode)
-    monkeypatch.setitem(kv_stream.TILED, "machine", _lower)
-    for pairs, build in products.items():
-        monkeypatch.setitem(codegen.PRODUCTS, pairs, build)
-    monkeypatch.setitem(codegen.TILES, "machine", (_once("configure"), _once("release")))
+        llvm.add_symbol(f"{_PREFIX}{name}", ctypes.cast(callback, ctypes.c_void_p).value)
+    for kind, pairs in ((EmulatedAmx, "amx"), (EmulatedBf16, "vdpbf16ps")):
+        monkeypatch.setitem(registers.BLOCKING, kind, Blocking(64, 4, pairs=pairs, native=False))
+    monkeypatch.setattr(amx_tiles, "INTRINSICS", _PREFIX)
+    real = pair_writer.PairCode.step
+    step = lambda code, *args: (real if code.native else two_fmas)(code, *args)  # noqa: E731
+    monkeypatch.setattr(pair_writer.PairCode, "step", step)
     ERRORS.clear()

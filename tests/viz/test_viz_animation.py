@@ -23,6 +23,11 @@ from flashsim.viz.film.animation import Film, frame_steps
 pytestmark = pytest.mark.promise("pictures show the counts")
 
 
+#: The endings of animations; a video needs ffmpeg.
+FFMPEG = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="no ffmpeg")
+ENDINGS = ("gif", pytest.param("mp4", marks=FFMPEG), "html")
+
+
 def statistics():
     q, k, _ = cases.arrays()
     return viz.row_statistics(cases.trace(), q, k, row=95)
@@ -144,8 +149,7 @@ def test_says_what_lies_in_hbm():
 
 
 def test_statistics_follow_the_row_tile_at_hand():
-    q, k, *_ = cases.arrays()
-    stats = viz.row_statistics(cases.trace(), q, k)
+    stats = viz.row_statistics(cases.trace(), *cases.arrays()[:2])
     film, walk = Film(cases.trace(), statistics=stats), Steps(cases.trace())
     panel = film.panels[0][-1]
     for step in walk.visits[::3].tolist():
@@ -160,9 +164,8 @@ def test_statistics_grow():
     film, stats = Film(cases.trace(), statistics=statistics()), statistics()
     panel = film.panels[0][2]
     film.frame(len(film) - 1)
-    assert list(panel.lines[0].get_ydata()) == stats.m.tolist()
-    assert list(panel.lines[1].get_ydata()) == stats.alpha.tolist()
-    assert list(panel.lines[2].get_ydata()) == stats.l.tolist()
+    for line, values in zip(panel.lines, (stats.m, stats.alpha, stats.l), strict=True):
+        assert list(line.get_ydata()) == values.tolist()
     assert f"α = {stats.alpha[-1]:.2g}" in panel.text.get_text()
     chart = panel.lines[2].axes  # numbered
     assert [text.get_text() for text in chart.get_xticklabels()] == [str(j) for j in stats.j]
@@ -183,26 +186,19 @@ def test_clocks():
     assert by_bytes[-1].tolist() == steps[-1].tolist()
 
 
-def test_gif(tmp_path):
-    path = viz.animate(cases.trace(), tmp_path / "walk.gif", max_frames=6, fps=10)
-    with Image.open(path) as gif:
-        assert gif.n_frames == 6
-        assert gif.info["duration"] == 100
-        gif.seek(5)
-        assert gif.info["duration"] == 2500
-        colors = {c for _, c in gif.convert("RGB").getcolors(1 << 20)}
-    assert {bytes_of(palette.color("O")), bytes_of(palette.THEMES["light"].accent)} <= colors
-
-
 def test_every_frame_of_a_gif_is_whole(tmp_path):
     """Pixels that stay are left out of the file; what a viewer shows must not miss them."""
-    path = viz.animate(cases.trace(), tmp_path / "walk.gif", max_frames=6)
+    path = viz.animate(cases.trace(), tmp_path / "walk.gif", max_frames=6, fps=10)
     film = Film(cases.trace(), max_frames=6)
     with Image.open(path) as gif:
+        assert gif.n_frames == 6
         for number, expected in enumerate(film.frames()):
             gif.seek(number)
+            assert gif.info["duration"] == (100 if number < 5 else 2500)
             off = np.abs(np.asarray(gif.convert("RGB")).astype(int) - expected).max(axis=2)
             assert np.mean(off > 40) < 0.002  # edges of text take the nearest colour
+        colors = {c for _, c in gif.convert("RGB").getcolors(1 << 20)}
+    assert {bytes_of(palette.color("O")), bytes_of(palette.THEMES["light"].accent)} <= colors
 
 
 def test_what_is_in_flight_is_listed():
@@ -216,53 +212,30 @@ def test_what_is_in_flight_is_listed():
     assert {text.split()[0] for text in listed} <= {"load", "store", "reduce"}
 
 
-def test_two_walks_share_one_scale_of_sram():
-    film = Film([cases.trace("standard"), cases.trace("flash2")])
-    assert film.scenes[0].full == film.scenes[1].full
-
-
 def test_two_side_by_side(tmp_path):
+    film = Film([cases.trace("standard"), cases.trace("flash2")])
+    assert film.scenes[0].full == film.scenes[1].full  # one scale of SRAM
     pair = {"a": cases.trace("flash1"), "b": cases.trace("flash2")}
     path = viz.animate(pair, tmp_path / "two.gif", max_frames=3, clock="bytes", theme="dark")
     with Image.open(path) as gif:
         assert gif.n_frames == 3
 
 
-def test_html(tmp_path):
-    path = viz.animate(cases.trace(), tmp_path / "walk.html", max_frames=3)
-    text = path.read_text()
-    assert text.count('"iVBOR') == 3  # PNG frames
-    assert "http" not in text.replace("http-equiv", "")
-
-
-@pytest.mark.parametrize(
-    ("ending", "shown"),
-    [
-        ("gif", '<img src="data:image/gif;base64,'),
-        ("mp4", "<video src="),
-        ("html", "<iframe srcdoc="),
-    ],
-)
-def test_an_animation_shows_itself(ending, shown, tmp_path):
-    if ending == "mp4" and shutil.which("ffmpeg") is None:
-        pytest.skip("no ffmpeg")
-    path = viz.animate(cases.trace(), tmp_path / f"walk.{ending}", max_frames=2)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_animation_shows_itself(ending, tmp_path):
+    path = viz.animate(cases.trace(), tmp_path / f"walk.{ending}", max_frames=5)
     assert path == tmp_path / f"walk.{ending}"
     cell = path._repr_html_()
-    assert cell.startswith(shown)
+    shown = {"gif": '<img src="data:image/gif;base64,', "mp4": "<video src="}
+    assert cell.startswith(shown.get(ending, "<iframe srcdoc="))
     data = cell.split('"')[1]
     if ending == "html":
         assert html.unescape(data) == path.read_text()
     else:
         assert base64.b64decode(data.partition("base64,")[2]) == path.read_bytes()
-
-
-def test_mp4(tmp_path):
-    if shutil.which("ffmpeg") is None:
-        pytest.skip("no ffmpeg")
-    path = viz.animate(cases.trace(), tmp_path / "walk.mp4", max_frames=5)
-    probe = ["ffmpeg", "-v", "error", "-i", str(path), "-f", "null", "-"]
-    assert subprocess.run(probe, capture_output=True, check=True).stderr == b""
+    if ending == "mp4":
+        probe = ["ffmpeg", "-v", "error", "-i", str(path), "-f", "null", "-"]
+        assert subprocess.run(probe, capture_output=True, check=True).stderr == b""
 
 
 def test_mp4_that_ffmpeg_refuses(tmp_path, monkeypatch):
@@ -274,8 +247,10 @@ def test_mp4_that_ffmpeg_refuses(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*walk*"))
 
 
-def test_html_runs_only_its_own_script(tmp_path):
+def test_html_needs_no_network_and_runs_only_its_own_script(tmp_path):
     text = viz.animate(cases.trace(), tmp_path / "walk.html", max_frames=3).read_text()
+    assert text.count('"iVBOR') == 3  # PNG frames
+    assert "http" not in text.replace("http-equiv", "")
     policy = re.search(r'content="(default-src [^"]*)"', text)[1]
     assert "unsafe" not in policy
     for kind, tag in (("script", "script"), ("style", "style")):
@@ -315,10 +290,8 @@ def test_what_was_there_stays_until_the_new_file_is_whole(ending, tmp_path, monk
     assert [p.read_text() for p in tmp_path.iterdir()] == ["before"]
 
 
-@pytest.mark.parametrize("ending", ["gif", "mp4", "html"])
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_a_folder_that_is_missing(ending, tmp_path):
-    if ending == "mp4" and shutil.which("ffmpeg") is None:
-        pytest.skip("no ffmpeg")
     path = tmp_path / "nowhere" / f"walk.{ending}"
     with pytest.raises(OptionError, match=f"cannot write '.*nowhere/walk.{ending}'.*folder must"):
         viz.animate(cases.trace(), path, max_frames=2)

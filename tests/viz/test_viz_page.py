@@ -202,6 +202,12 @@ def status(tab):
     return settled(tab).inner_text("#status")
 
 
+def cell(tab, i, j):
+    """Where the middle of a score tile is drawn."""
+    box = tab.evaluate("([i, j]) => player.panes[0].diagram.cell(i, j)", [i, j])
+    return {"x": box["x"] + box["w"] / 2, "y": box["y"] + box["h"] / 2}
+
+
 def counter(tab, name):
     return settled(tab).locator(".counters div", has_text=name).locator("b").inner_text()
 
@@ -280,13 +286,11 @@ def test_the_statistics_follow_the_row_at_hand_or_the_one_clicked(show, algorith
         tab.evaluate(f"player.go({step})")
         assert settled(tab).evaluate(ROW_AT) == rows[int(walk.i[step])]
         assert "not reached yet" not in tab.evaluate("player.panes[0].statisticsLabel.textContent")
-    at = tab.evaluate("""() => { const b = player.panes[0].diagram.cell(2, 4);
-        return {x: b.x + b.w / 2, y: b.y + b.h / 2}; }""")
-    tab.click("canvas.diagram", position=at)
+    tab.click("canvas.diagram", position=cell(tab, 2, 4))
     for step in (0, len(walk) - 1):
         tab.evaluate(f"player.go({step})")
         assert settled(tab).evaluate(ROW_AT) == rows[2]
-    tab.click("canvas.diagram", position=at)
+    tab.click("canvas.diagram", position=cell(tab, 2, 4))
     assert settled(tab).evaluate(ROW_AT) != rows[2]
 
 
@@ -402,9 +406,7 @@ def test_playing_and_scrubbing_paint_the_same(show):
 
 def test_click_a_tile(show):
     tab = show(viz.page(cases.trace(causal=False)))
-    at = tab.evaluate("""() => { const b = player.panes[0].diagram.cell(2, 4);
-        return {x: b.x + b.w / 2, y: b.y + b.h / 2}; }""")
-    tab.click("canvas.diagram", position=at)
+    tab.click("canvas.diagram", position=cell(tab, 2, 4))
     text = settled(tab).inner_text("#selected")
     assert "Tile (2, 4), full; stage forward: visited at step 19" in text
     assert "load K" in text

@@ -20,23 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashsim.algorithms.score_tile import finite
-from flashsim.engines.cpu import heuristics, kernels_decode, threads, work_tiles
+from flashsim.engines.cpu import heuristics, kernels_decode, tables, threads, work_tiles
 from flashsim.engines.cpu.functions import panels
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.scores import Rules
-from flashsim.engines.cpu.tables import (
-    NOTE,
-    ODD,
-    PLACES,
-    BackwardInputs,
-    Grads,
-    Notes,
-    Shape,
-    Tiles,
-)
 from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -88,7 +78,7 @@ def backward(
     delta = np.empty(p.batch * p.heads * p.n_q, real)
     (less,) = engine.wide(np.zeros(0) if dlse is None else dlse)
     engine.run("delta", _as_floats(out), _as_floats(dout), less, delta)
-    inputs = BackwardInputs(q, k, v, dout, lse, threads.frozen(delta), *engine.along())
+    inputs = tables.BackwardInputs(q, k, v, dout, lse, threads.frozen(delta), *engine.along())
 
     dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), engine.result)
     dv = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim_v), engine.result)
@@ -96,7 +86,7 @@ def backward(
     fused = job.algorithm == "flash2-fused"
     width = -(-p.head_dim // engine.cpu.width) * engine.cpu.width if fused else p.head_dim
     dq = _zeros((p.batch, p.heads, p.n_q, width), real if fused else engine.result)
-    grads = Grads._make([*(engine.flat(x) for x in (dq, dk, dv, dbias)), width])
+    grads = tables.Grads._make([*(engine.flat(x) for x in (dq, dk, dv, dbias)), width])
     engine.note("clear_dbias")
     for stage in ("fused",) if fused else ("dkdv", "dq"):
         engine.run(stage, inputs, grads)
@@ -142,7 +132,7 @@ class _Stage(NamedTuple):
     tiles: int
     visits: int
     long: bool
-    parts: tuple[Tiles, ...] = ()
+    parts: tuple[tables.Tiles, ...] = ()
 
 
 @dataclass
@@ -185,15 +175,13 @@ class _CpuPass:
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs) and not alone
         #: The arrays that a kernel writes: its results, or float32 numbers that are rounded later.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
-        #: Panels of one register, for the decode kernel (a forward pass with one query per head).
-        self.narrow = heuristics.narrow(self.cpu, p.compute_dtype) if alone else None
         usual = heuristics.USUAL["decode" if alone else self.direction]
         self.tiling = heuristics.tiling(
             p, job.tiling, job.device, job.algorithm, self.direction, usual
         )
         tile = self.tiling.clip(p)
         sizes = (p.heads, p.kv_heads, p.n_q, p.n_kv, p.head_dim, p.head_dim_v)
-        self.shape = Shape(*sizes, tile.block_q, tile.block_k)
+        self.shape = tables.Shape(*sizes, tile.block_q, tile.block_k)
         real = np.dtype(p.compute_dtype).type
         bias = np.zeros(0, real) if job.bias is None else job.bias
         batch, heads = p.bias or (1, 1)
@@ -260,10 +248,10 @@ class _CpuPass:
         out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
         arrays = *self.operands(job.q, job.k, job.v), self.flat(out), lse.reshape(-1)
-        if self.narrow is None:
-            self.run("forward", *arrays)
+        if _is_one(p, "forward"):
+            self.run("forward", *arrays, self._parts(), decode=True)
         else:
-            self.run("forward", self.narrow, *arrays, self._parts(), decode=True)
+            self.run("forward", *arrays)
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:
@@ -302,24 +290,20 @@ class _CpuPass:
         notes = _NO_NOTES
         if self.job.trace:
             seen = np.zeros((p.batch * p.heads, stage.visits), np.int64)
-            notes = Notes(np.zeros((stage.loops, stage.tiles), np.int64), seen)
+            notes = tables.Notes(np.zeros((stage.loops, stage.tiles), np.int64), seen)
         turns = work_tiles.first_turns(stage.schedule) if fused else _NO_TURNS
         kernel = "decode" if decode else KERNELS[name]
         odd = p.dtype in ROUNDING and not decode and not (self.pairs and name == "forward")
         parts = stage.parts or self._tables(stage.schedule, name, decode)
-        # One thread sums, so that the order is fixed.
-        adds = bool(self.captured) and name in (
-            "dq",
-            "fused",
-        )
-        count = 1 if adds else self.threads
+        # One thread sums captured arrays' gradients, so that the order is fixed.
+        count = 1 if self.captured and name in ("dq", "fused") else self.threads
         for tiles in parts:
-            counter = np.zeros(PLACES, np.int64)
+            counter = np.zeros(tables.PLACES, np.int64)
             args = [*arrays, self.shape, tiles, self.rules, notes, counter]
             if KERNELS[name] == "grad_keys":
                 args += [fused, turns]
             threads.run(kernel, count, self.cpu, *args, counter=counter, long=stage.long)
-            odd = odd or bool(counter[ODD])
+            odd = odd or bool(counter[tables.ODD])
         if not odd:
             self.finite.update(LOOKED_AT.get(name, ()))
         if self.job.trace:
@@ -343,7 +327,7 @@ class _CpuPass:
             self._stages[key] = numbers = numbers._replace(parts=parts)
         return numbers
 
-    def _tables(self, schedule: Schedule, name: str, decode: bool) -> Iterable[Tiles]:
+    def _tables(self, schedule: Schedule, name: str, decode: bool) -> Iterable[tables.Tiles]:
         return work_tiles.tiles(schedule, name, self.threads, self.cpu.width, one_query=decode)
 
     def _work(self, schedule: Schedule, visits: int) -> int:
@@ -407,8 +391,8 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return array[skip : skip + n].reshape(shape)
 
 
-_NO_NOTES = Notes(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
+_NO_NOTES = tables.Notes(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
 _NO_TURNS = np.zeros(0, np.int64)
 
 
-__all__ = ["NOTE", "OPTIONS", "backward", "constant", "forward", "recall"]
+__all__ = ["OPTIONS", "backward", "constant", "forward", "recall"]

@@ -4,8 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 from flashsim.engines.cpu import threads
-from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
-from flashsim.engines.cpu.micro_kernels import decode_gemv_amx, registers
+from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.errors import BackendUnavailable, OptionError, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -87,19 +86,6 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
             "which runs on any CPU"
         )
     return best
-
-
-def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
-    """Return the decode kernel's variant of `cpu`, whose panels are one register wide."""
-    panel = registers.narrow(cpu, dtype)
-    tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
-    if tiles and panel.width % SIDE:
-        raise BackendUnavailable(
-            f"a panel of {panel.width} lanes ({type(panel).__name__}) is too narrow for "
-            f"{type(cpu).__name__}, which decodes {SIDE} heads at a time; set its entry in "
-            f"registers.NARROW to a multiple of {SIDE} lanes"
-        )
-    return panel
 
 
 def arithmetic_limits(problem: Problem, most: int) -> bool:

@@ -72,32 +72,25 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most, padded = shape.heads // shape.kv_heads, tiles.longest, grads.dq_stride
     ld = panels_of(cpu, shape.block_k) * w
-    d_terms, dv_terms, q_terms, k_terms = (
-        *(terms(cpu, d), terms(cpu, dv)),
-        *(terms(cpu, shape.block_q), terms(cpu, ld)),
-    )
+    d_terms, dv_terms = terms(cpu, d), terms(cpu, dv)
+    q_terms, k_terms = terms(cpu, shape.block_q), terms(cpu, ld)
     d_rows, dv_rows, q_rows = rows_of(cpu, d), rows_of(cpu, dv), whole(cpu, shape.block_q)
     K = operand_room(cpu, most * ld * d_terms, dtype)
     V = operand_room(cpu, most * ld * dv_terms, dtype)
     dK, dV = panel_array(most * ld * d_rows, dtype), panel_array(most * ld * dv_rows, dtype)
     K_rows = operand_room(cpu, most * k_terms * padded if fused else 0, dtype)
-    Q, dO = (
-        left_room(cpu, q_rows, d, dtype, rounding),
-        left_room(cpu, q_rows, dv, dtype, rounding),
-    )
-    Q_T, dO_T = (
-        pairs_room(cpu, d_rows * q_terms, np.uint32),
-        pairs_room(cpu, dv_rows * q_terms, np.uint32),
-    )
+    Q = left_room(cpu, q_rows, d, dtype, rounding)
+    dO = left_room(cpu, q_rows, dv, dtype, rounding)
+    Q_T = pairs_room(cpu, d_rows * q_terms, np.uint32)
+    dO_T = pairs_room(cpu, dv_rows * q_terms, np.uint32)
     S, dS = panel_array(q_rows * ld, dtype), panel_array(q_rows * ld, dtype)
     P = pairs_room(cpu, q_terms * w, np.uint32)
     dS_left = pairs_room(cpu, q_rows * k_terms if fused else 0, np.uint32)
     part_dq = pairs_room(cpu, q_rows * padded if fused else 0, dtype)
     gate = panel_array(S.size if rules.softcap[0] > 0 else 0, dtype)
     raw = panel_array(S.size if rules.calls[SCORE] != 0 else 0, dtype)
-    rows = wide_room(
-        cpu, shape.block_k * max(d, dv), dtype, rounding
-    )  # of K, V and their gradients
+    # Of K, V and their gradients.
+    rows = wide_room(cpu, shape.block_k * max(d, dv), dtype, rounding)
     scales, ones = filled(ld, rules.scale, dtype), filled(ld, 1, dtype)
     at = panel_array(most, np.int64)  # the next visit of each column tile
     begin_tiles(cpu, S)
@@ -273,10 +266,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     Q = operand_room(cpu, most * d_terms, dtype)
     dO = operand_room(cpu, most * dv_terms, dtype)
     dQ = panel_array(most * d_rows, dtype)
-    K, V = (
-        left_room(cpu, k_rows, d, dtype, rounding),
-        left_room(cpu, k_rows, dv, dtype, rounding),
-    )
+    K = left_room(cpu, k_rows, d, dtype, rounding)
+    V = left_room(cpu, k_rows, dv, dtype, rounding)
     K_T, P = pairs_room(cpu, d_rows * k_terms, np.uint32), pairs_room(cpu, k_terms * w, np.uint32)
     S, dS = panel_array(k_rows * w, dtype), panel_array(k_rows * w, dtype)
     L, delta = filled(most, 0, dtype), filled(most, 0, dtype)
@@ -367,10 +358,8 @@ def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter)
     = P (dP - delta) includes the LSE's gradient.
     """
     dv, size = shape.dv, shape.block_q * shape.dv
-    rooms = (
-        room_for(size, delta.dtype, rules.rounding),
-        room_for(size, delta.dtype, rules.rounding),
-    )
+    room_a = room_for(size, delta.dtype, rules.rounding)
+    room_b = room_for(size, delta.dtype, rules.rounding)
     while True:
         begin, end, first_head, last_head = next_work_tile(tiles, counter)
         if begin == end:
@@ -379,8 +368,8 @@ def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter)
             h = tiles.sets[at_head]
             for i in range(begin, end):
                 row0, rows = h * shape.n_q + tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0]
-                a, a0 = widened(cpu, rooms[0], out, row0 * dv, rows * dv, rules.rounding)
-                b, b0 = widened(cpu, rooms[1], dout, row0 * dv, rows * dv, rules.rounding)
+                a, a0 = widened(cpu, room_a, out, row0 * dv, rows * dv, rules.rounding)
+                b, b0 = widened(cpu, room_b, dout, row0 * dv, rows * dv, rules.rounding)
                 for r in range(rows):
                     delta[row0 + r] = row_dot(a, a0 + r * dv, b, b0 + r * dv, dv)
                     if dlse.size > 0:

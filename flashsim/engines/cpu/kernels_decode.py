@@ -13,8 +13,14 @@ import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.kernels_forward import stopped
-from flashsim.engines.cpu.micro_kernels.plain import dots, side_by_side, softmax_along, weigh, widen
-from flashsim.engines.cpu.micro_kernels.plain import narrow as narrow_numbers
+from flashsim.engines.cpu.micro_kernels.plain import (
+    dots,
+    narrow,
+    side_by_side,
+    softmax_along,
+    weigh,
+    widen,
+)
 from flashsim.engines.cpu.primitives.arrays import panel_array
 from flashsim.engines.cpu.primitives.atomics import arrive, fetch_add
 from flashsim.engines.cpu.primitives.borrowed_args import borrow
@@ -33,6 +39,8 @@ from flashsim.schedule.schedule import MASKED
 
 #: The fewest visits per part, and the number of work tiles to aim for, if there are enough keys.
 VISITS, WORK_TILES = 4, 64
+#: The heads whose scores are computed at once: all that an AMX tile holds.
+HEADS = SIDE
 
 
 def parts_of(loops: int, visits: int) -> int:
@@ -41,26 +49,26 @@ def parts_of(loops: int, visits: int) -> int:
 
 
 @part
-def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, counter):
+def decode(cpu, q, k, v, out, lse, parts, shape, tiles, rules, notes, counter):
     """Run FlashAttention-2's Algorithm 1 for one query per head; write flat out and lse.
 
     Unflattened, out has shape (heads, dv), and lse has shape (heads,). `parts` holds four flat
     arrays: O (parts, heads, dv), m and l (parts, heads) of each part of the keys, and the number of
     finished parts per key head (loops,), initially 0.
     """
-    group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
-    rows = (group + w - 1) // w * w
+    group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, max(cpu.width, 2 * SIDE)
+    rows = (group + HEADS - 1) // HEADS * HEADS
     Q, O = panel_array(rows * padded(d), t), panel_array(rows * padded(shape.dv), t)
-    S = panel_array(w * padded(shape.block_k), t)
+    S = panel_array(HEADS * ((shape.block_k + w - 1) // w * w), t)  # whole panels of keys
     m, l, alpha = panel_array(group, t), panel_array(group, t), panel_array(group, t)
     floats = room_for(group * max(d, shape.dv), t, rules.rounding)  # of Q and of O
     factor = panel_array(1, t)
     own, arrays = (Q, O, m, l, alpha, S, floats, factor), (q, k, v, out, lse)
-    take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, own)
+    take_parts(cpu, arrays, parts, shape, tiles, rules, notes, counter, own)
 
 
 @part
-def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, own):
+def take_parts(cpu, arrays, parts, shape, tiles, rules, notes, counter, own):
     """Process parts of the keys until none is left; threads take parts by a shared counter."""
     state = borrow(own)  # the caller keeps the arrays alive
     (q, k, v, out, lse), (Q, O, m, l, _, _, floats, factor) = arrays, state
@@ -88,7 +96,7 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
         for at in range(begin + visits * number // n, begin + visits * (number + 1) // n):
             if stopped(counter):
                 break
-            decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, head0)
+            decode_visit(cpu, k, v, shape, tiles, rules, state, at, h0, group, head0)
             if notes.visits.size > 0:
                 j = tiles.inner[at]
                 for h in range(h0, h0 + group):
@@ -105,7 +113,7 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
         to, first = (out, h0 * dv) if rules.rounding is None else (floats, 0)
         put_together(to, first, lse, sums, tops, totals, n, heads, h0, group, dv)
         if rules.rounding is not None:  # in 16 bits, numbers that are too large become infinite
-            narrow_numbers(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
+            narrow(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
             widen(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
         look(counter, to, first, group * dv)
     end_tiles(cpu, Q)
@@ -132,11 +140,11 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
 
 
 @part
-def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, head0):
+def decode_visit(cpu, k, v, shape, tiles, rules, state, at, h0, group, head0):
     """Process one key tile for query heads h0 .. h0 + group - 1, which share a key head."""
     Q, O, m, l, alpha, S, _, factor = state
-    w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
-    lq, lo, ld = padded(d), padded(dv), padded(shape.block_k)
+    w, d, dv, j = cpu.width, shape.d, shape.dv, tiles.inner[at]
+    lq, lo, ld = padded(d), padded(dv), S.size // HEADS
     k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
     first, last = 0, k1 - k0
     if tiles.kind[at] == MASKED and rules.banded:  # the band keeps one run of keys
@@ -146,8 +154,8 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
     rows, key0 = last - first, head0 + k0 + first
     lanes = padded(rows)
     plain = rules.softcap[0] == 0 and rules.bias.size == 0 and tiles.keep_at[at] < 0
-    for h in range(0, group, w):
-        heads = min(w, group - h)
+    for h in range(0, group, HEADS):
+        heads = min(HEADS, group - h)
         dots(cpu, S, ld, k, key0 * d, d, Q, h * lq, lq, rows, heads, factor, rules.rounding)
         for c in range(0, 0 if plain else rows, w):
             head = h0 + h
@@ -156,7 +164,7 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
             strides = bias + k0 + first + c, rules.bias_head, 1, keep, 0
             position = Place(0, 0, 0, *strides, 0, 0, 0, 0, 0, 0, heads)
             finish_scores(
-                *(narrow, S, c, ld, 0, heads, min(w, rows - c)),
+                *(cpu, S, c, ld, 0, heads, min(w, rows - c)),
                 *(rules, position, False, tiles.keep, None, None),
             )
         for r in range(heads):

@@ -8,39 +8,12 @@ visited tile's size, and the module `notes` builds the trace.
 
 import numpy as np
 
+from flashsim.engines.cpu import operands, scores
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
-from flashsim.engines.cpu.operands import (
-    RowSums,
-    chunk_of,
-    left_of_columns,
-    left_of_rows,
-    left_room,
-    operand_room,
-    pairs_room,
-    right_of_rows,
-    rows_of,
-    scaled,
-    set_product,
-    slots_of,
-    take_scores,
-    terms,
-    weigh,
-    whole,
-    wide_room,
-    write_rows,
-)
 from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.inline_jit import part
 from flashsim.engines.cpu.primitives.packing import fill, filled, panels_of
-from flashsim.engines.cpu.scores import (
-    finish_scores,
-    hides,
-    is_plain,
-    only_if_hiding,
-    place_of,
-    rows_in_mask,
-)
 from flashsim.engines.cpu.tables import NOTE, STOP
 from flashsim.schedule.schedule import MASKED
 
@@ -58,24 +31,18 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, lse.dtype, rules.rounding
     real, group = dtype.type, shape.heads // shape.kv_heads
     lanes = panels_of(cpu, shape.block_q) * w  # of a row tile, padding included
-    most, d_terms, o_rows = tiles.longest, terms(cpu, d), rows_of(cpu, dv)
-    slots, keys = slots_of(cpu, shape.block_k), whole(cpu, shape.block_k)
-    k_terms = terms(cpu, shape.block_k)
-    Q, O = (
-        operand_room(cpu, most * lanes * d_terms, dtype),
-        panel_array(most * lanes * o_rows, dtype),
-    )
-    K, V = (
-        left_room(cpu, slots * keys, d, dtype, rounding),
-        left_room(cpu, o_rows, slots * keys, dtype, rounding),
-    )
-    S, P = (
-        panel_array(chunk_of(cpu, shape.block_k) * w, dtype),
-        pairs_room(cpu, slots * k_terms * w, np.uint32),
-    )
+    most, d_terms, o_rows = tiles.longest, operands.terms(cpu, d), operands.rows_of(cpu, dv)
+    slots, keys = operands.slots_of(cpu, shape.block_k), operands.whole(cpu, shape.block_k)
+    k_terms = operands.terms(cpu, shape.block_k)
+    Q = operands.operand_room(cpu, most * lanes * d_terms, dtype)
+    O = panel_array(most * lanes * o_rows, dtype)
+    K = operands.left_room(cpu, slots * keys, d, dtype, rounding)
+    V = operands.left_room(cpu, o_rows, slots * keys, dtype, rounding)
+    S = panel_array(operands.chunk_of(cpu, shape.block_k) * w, dtype)
+    P = operands.pairs_room(cpu, slots * k_terms * w, np.uint32)
     m, l = panel_array(most * lanes, dtype), panel_array(most * lanes, dtype)
     alpha, inverse = panel_array(lanes, dtype), panel_array(lanes, dtype)
-    rows = wide_room(cpu, shape.block_q * max(d, dv), dtype, rounding)  # of Q and of O
+    rows = operands.wide_room(cpu, shape.block_q * max(d, dv), dtype, rounding)  # of Q and of O
     factors, scales = filled(lanes, rules.scale, dtype), filled(2, 1, dtype)
     scales[0] = rules.scale
     at, then = panel_array(most, np.int64), panel_array(most, np.int64)  # visits of each row tile
@@ -92,7 +59,9 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * lanes
                 start = (h * shape.n_q + q0) * d
-                right_of_rows(cpu, rest(Q, x * d_terms), q, start, n, d, factors, rows, rounding)
+                operands.right_of_rows(
+                    cpu, rest(Q, x * d_terms), q, start, n, d, factors, rows, rounding
+                )
                 at[i - begin] = tiles.ptr[i]
             fill(O, real(0))
             fill(m, real(-np.inf))
@@ -104,14 +73,14 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 for slot in range(count):
                     j, first = near[slot], slot * keys
                     key0, n = kv + tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
-                    of_k = left_of_rows(cpu, K, first, k, key0 * d, n, d, rounding)
-                    of_v = left_of_columns(
+                    of_k = operands.left_of_rows(cpu, K, first, k, key0 * d, n, d, rounding)
+                    of_v = operands.left_of_columns(
                         *(cpu, V, first, slots * k_terms, k_terms, v, key0 * dv, n, dv),
                         rounding,
                     )
                 for i in range(begin, end):
                     x, visits = (i - begin) * lanes, (at[i - begin], then[i - begin])
-                    sums = RowSums(rest(O, x * o_rows), rest(m, x), rest(l, x), alpha)
+                    sums = operands.RowSums(rest(O, x * o_rows), rest(m, x), rest(l, x), alpha)
                     forward_visits(
                         *(cpu, shape, tiles, rules, rest(Q, x * d_terms), of_k, of_v, S, P),
                         *(sums, scales, i, visits, near, h),
@@ -136,7 +105,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     seen = l[x + r] != 0
                     inverse[r] = real(1) / l[x + r] if seen else real(0)
                     lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
-                write_rows(
+                operands.write_rows(
                     *(cpu, rest(O, x * o_rows), out, row0 * dv, n, dv, inverse),
                     *(rows, rounding, counter),
                 )
@@ -152,8 +121,8 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
     For each key tile, this computes S = scale Q K^T, the softmax P of S, and O = alpha O + P V.
     `near` holds the number of the key tile in each slot of K and V.
     """
-    w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
-    keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
+    w, d, dv, d_terms = cpu.width, shape.d, shape.dv, operands.terms(cpu, shape.d)
+    keys, chunk = operands.whole(cpu, shape.block_k), operands.chunk_of(cpu, shape.block_k)
     q0, q1, offset = tiles.own[i, 0], tiles.own[i, 1], tiles.own[i, 2]
     for p in range(panels_of(cpu, q1 - q0)):
         lanes, slot, waiting = min(w, q1 - q0 - p * w), 0, (0, 0)
@@ -163,28 +132,28 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
                 slot += 1
             k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
             rel, banded = k0 - (q0 + p * w + offset), masked and rules.banded
-            first, last = rows_in_mask(
+            first, last = scores.rows_in_mask(
                 *(cpu, rules, shape, tiles, at, h, i, j, True, p, k1 - k0, lanes)
             )
             if last <= first:
                 continue
             for c in range(first, last, chunk):
                 n, key = min(chunk, last - c), slot * keys + c
-                set_product(cpu, S, 0, w, K, key, 0, Q, p * d_terms * w, w, n, d)
-                hidden = hides(rules, rel + c, n, lanes) if banded else masked
-                position = place_of(cpu, rules, shape, tiles, at, h, i, j, True, c, p)
-                hidden = only_if_hiding(rules, position, hidden, 0, n)
-                plain = is_plain(cpu, rules, hidden, lanes)
-                scale = scaled(cpu, S, n, plain, scales)
+                operands.set_product(cpu, S, 0, w, K, key, 0, Q, p * d_terms * w, w, n, d)
+                hidden = scores.hides(rules, rel + c, n, lanes) if banded else masked
+                position = scores.place_of(cpu, rules, shape, tiles, at, h, i, j, True, c, p)
+                hidden = scores.only_if_hiding(rules, position, hidden, 0, n)
+                plain = scores.is_plain(cpu, rules, hidden, lanes)
+                scale = operands.scaled(cpu, S, n, plain, scales)
                 if not plain:
-                    finish_scores(
+                    scores.finish_scores(
                         *(cpu, S, 0, w, 0, n, lanes),
                         *(rules, position, hidden, tiles.keep, None, None),
                     )
-                waiting = take_scores(
+                waiting = operands.take_scores(
                     cpu, sums, S, n, scale, P, V, key, p, dv, rules.rounding, waiting
                 )
-        weigh(cpu, sums.O, P, V, p, dv, waiting)
+        operands.weigh(cpu, sums.O, P, V, p, dv, waiting)
 
 
 @part

@@ -229,22 +229,15 @@ def place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, row0, panel):
         edge = tiles.edges_at[v] + (panel * slots + slot) * 4
         hide_first, hide_last = tiles.edges[edge + 2] - row0, tiles.edges[edge + 3] - row0
     hidden = edge, hide_first, hide_last
-    if q_lanes:
-        q0, k0, offset = tiles.own[own, 0], tiles.other[other, 0], tiles.own[own, 2]
-        q_base, k_base = tiles.own[own, 4], tiles.other[other, 4]
-        rows = tiles.own[own, 1] - q0
-        rel = k0 + row0 - (q0 + lane0 + offset)
-        bias += (q0 + lane0) * n_kv + k0 + row0
-        if keep >= 0:
-            keep += (row0 * slots + slot) * rows + lane0
-        at = b, head, q0 + lane0 - q_base, k0 + row0 - k_base
-        return Place(rel, 1, -1, bias, 1, n_kv, keep, rows * slots, *at, *hidden)
-    q0, k0, offset = tiles.other[other, 0], tiles.own[own, 0], tiles.own[own, 2]
-    q_base, k_base = tiles.other[other, 4], tiles.own[own, 4]
-    cols = tiles.own[own, 1] - k0
-    rel = k0 + lane0 - (q0 + row0 + offset)
-    bias += (q0 + row0) * n_kv + k0 + lane0
+    lane, row = tiles.own[own, 0] + lane0, tiles.other[other, 0] + row0
+    offset, wide = tiles.own[own, 2], tiles.own[own, 1] - tiles.own[own, 0]
+    local_lane, local_row = lane - tiles.own[own, 4], row - tiles.other[other, 4]
     if keep >= 0:
-        keep += (row0 * slots + slot) * cols + lane0
-    at = b, head, q0 + row0 - q_base, k0 + lane0 - k_base
-    return Place(rel, -1, 1, bias, n_kv, 1, keep, cols * slots, *at, *hidden)
+        keep += (row0 * slots + slot) * wide + lane0
+    if q_lanes:
+        rel, bias = row - (lane + offset), bias + lane * n_kv + row
+        at = b, head, local_lane, local_row
+        return Place(rel, 1, -1, bias, 1, n_kv, keep, wide * slots, *at, *hidden)
+    rel, bias = lane - (row + offset), bias + row * n_kv + lane
+    at = b, head, local_row, local_lane
+    return Place(rel, -1, 1, bias, n_kv, 1, keep, wide * slots, *at, *hidden)

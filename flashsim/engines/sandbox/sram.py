@@ -7,11 +7,12 @@ import numpy as np
 
 from flashsim.engines.sandbox.hbm import OpenHbm, Remote, part_of
 from flashsim.engines.sandbox.lines import at_work
+from flashsim.engines.sandbox.operations import product
 from flashsim.engines.sandbox.room import Lease, Room
 from flashsim.engines.sandbox.scopes import Scopes
 from flashsim.engines.sandbox.spans import span
 from flashsim.engines.sandbox.tape import TAPE, taped
-from flashsim.engines.sandbox.tile import SramTile, product
+from flashsim.engines.sandbox.tile import SramTile
 from flashsim.errors import DTypeError, MemoryModelError, ShapeError, SramOverflow, shown
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import numpy_dtype

@@ -15,26 +15,15 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from flashsim.engines.sandbox import operations
 from flashsim.engines.sandbox.arithmetic import COSTS, REDUCTIONS, priced
-from flashsim.engines.sandbox.operations import (
-    FUNCTIONS,
-    TileBase,
-    aligned,
-    elementwise,
-    flags,
-    held,
-    outsider,
-    product,
-    reduced,
-    unknown,
-)
 from flashsim.engines.sandbox.tape import taped
 from flashsim.errors import MemoryModelError, ShapeError
 
 _LEAD = (slice(None), slice(None))
 
 
-class SramTile(TileBase, NDArrayOperatorsMixin):
+class SramTile(operations.TileBase, NDArrayOperatorsMixin):
     """A tile of numbers on chip, which `load`, `alloc` or arithmetic created."""
 
     __slots__ = ()
@@ -83,22 +72,22 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
     @taped("set")
     def __setitem__(self, key: Any, value: Any) -> None:
         room = self._alive()
-        parts = tuple(flags(x) for x in (key if isinstance(key, tuple) else (key,)))
+        parts = tuple(operations.flags(x) for x in (key if isinstance(key, tuple) else (key,)))
         if isinstance(value, SramTile) and value._lease is self._lease:
             target = self._view[(*_LEAD, *parts)]
             if target.shape == value._view.shape and np.shares_memory(target, value._view):
                 return  # S[:, j] += x has worked in place already
         if isinstance(value, SramTile):
             target = self._view[(*_LEAD, *parts)]
-            source = aligned(held(value, room), target.ndim - 2)
+            source = operations.aligned(operations.held(value, room), target.ndim - 2)
         else:
-            source = outsider("=", value)
+            source = operations.outsider("=", value)
         if parts and isinstance(parts[-1], SramTile):  # S[keep] = 0 with a tile of booleans
             if parts[:-1] not in ((), (Ellipsis,)):
                 raise MemoryModelError(
                     "a boolean index must be the only index, as in tile[condition] = number"
                 )
-            where = aligned(held(parts[-1], room), self.ndim)
+            where = operations.aligned(operations.held(parts[-1], room), self.ndim)
             np.copyto(self._view, source, where=where)
         else:
             try:
@@ -122,9 +111,9 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
             name = next(n for n, pair in REDUCTIONS.items() if pair[0] is ufunc)
             axis, keepdims = how.pop("axis", 0), bool(how.pop("keepdims", False))
             if not how and where is True:
-                return reduced(inputs[0], name, axis, keepdims, outs)
+                return operations.reduced(inputs[0], name, axis, keepdims, outs)
         if method != "__call__" or (ufunc is not np.matmul and ufunc not in COSTS) or how:
-            raise MemoryModelError(unknown(ufunc.__name__, method, how), "operation")
+            raise MemoryModelError(operations.unknown(ufunc.__name__, method, how), "operation")
         for out in outs:
             if not isinstance(out, SramTile):
                 raise MemoryModelError(
@@ -134,35 +123,37 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
                 )
         out = outs[0] if outs else None
         if ufunc is np.matmul:
-            return product(*inputs, out=out)
-        return elementwise(ufunc, inputs, out, where)
+            return operations.product(*inputs, out=out)
+        return operations.elementwise(ufunc, inputs, out, where)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if function not in FUNCTIONS:
-            raise MemoryModelError(unknown(function.__name__, "__call__", {}), "operation")
-        return FUNCTIONS[function](*args, **kwargs)
+        if function not in operations.FUNCTIONS:
+            raise MemoryModelError(
+                operations.unknown(function.__name__, "__call__", {}), "operation"
+            )
+        return operations.FUNCTIONS[function](*args, **kwargs)
 
     def sum(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
         """Return a tile with the sum along an axis, or of all elements."""
-        return reduced(self, "sum", axis, keepdims)
+        return operations.reduced(self, "sum", axis, keepdims)
 
     def max(self, axis: Any = None, *, keepdims: bool = False, initial: Any = None) -> SramTile:
         """Return a tile with the maximum along an axis, or of all elements."""
         if initial not in (None, -np.inf):
-            raise MemoryModelError(unknown("max", "__call__", ["initial"]), "operation")
-        return reduced(self, "max", axis, keepdims)
+            raise MemoryModelError(operations.unknown("max", "__call__", ["initial"]), "operation")
+        return operations.reduced(self, "max", axis, keepdims)
 
     def min(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
         """Return a tile with the minimum along an axis, or of all elements."""
-        return reduced(self, "min", axis, keepdims)
+        return operations.reduced(self, "min", axis, keepdims)
 
     def any(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
         """Return a tile of booleans: whether any element, along an axis or of all, is true."""
-        return reduced(self, "any", axis, keepdims)
+        return operations.reduced(self, "any", axis, keepdims)
 
     def all(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
         """Return a tile of booleans: whether every element, along an axis or of all, is true."""
-        return reduced(self, "all", axis, keepdims)
+        return operations.reduced(self, "all", axis, keepdims)
 
     def mean(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
         """Return a tile with the mean along an axis, or of all elements."""

@@ -46,11 +46,10 @@ class Bench:
         The SRAM has the device's capacity, and is emptied after each row tile. The kernel's
         transfers are recorded after its last row tile.
         """
-        sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
-        for i in range(self.schedule.t_r):
-            rows = self.schedule.row_slice(i)
-            with sram.step(i):
-                yield sram, i, rows, rows.stop - rows.start
+        stage = Stage(name, "queries", (), dense=True)
+        sram = Sram(self.hbm, self.schedule, stage, self.device, record=True)
+        for i, rows in sram.steps():
+            yield sram, i, rows, rows.stop - rows.start
         events = sram.done().events
         for event in events[np.isin(events["op"], TRANSFERS)]:
             self.transfers[OPS[event["op"]], TENSORS[event["tensor"]]] += int(event["bytes"])

@@ -14,16 +14,6 @@ from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.ranks import SpreadTime, spread
 
 __all__ = [
-    "CALIBRATED",
-    "LINKS",
-    "Constants",
-    "Link",
-    "Prediction",
-    "SpreadTime",
-    "StageTime",
-    "least",
-    "predict",
-    "spread",
-    "versions",
-    "when",
-]
+    "CALIBRATED", "LINKS", "Constants", "Link", "Prediction", "SpreadTime", "StageTime", "least",
+    "predict", "spread", "versions", "when",
+]  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from flashsim.counts import traffic
 from flashsim.errors import OptionError, TilingError, UnsupportedError, own_errors
@@ -133,10 +135,8 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
                 memory += whole_bytes(p, "O") * (algorithm == "standard")
             if status == "ok" and memory > device.hbm_bytes:
                 status = "OOM" if direction == "forward" else "OOM(backward)"
-            figures: tuple[float | None, ...] = (None, None, None)
-            if status == "ok":
-                figures = _figures(name, p, algorithm, direction, device)
-            nbytes, *times = figures
+            how = name, p, algorithm, direction, device
+            nbytes, *times = _figures(*how) if status == "ok" else (None, None, None)
             table.add(f"{name} {direction}", loop, nbytes, memory, *times, status)
     return table
 
@@ -145,19 +145,15 @@ def _figures(
     name: str, p: Problem, algorithm: str, direction: str, device: Device
 ) -> tuple[int, float, float | None]:
     """Return a version's requested bytes, shortest possible ms, and predicted ms (or None)."""
-    found = None
-    if name in KERNELS:
-        try:
-            found = predict(
-                p, direction=direction, algorithm=algorithm, kernels=KERNELS[name], device=device
-            )
-        except (UnsupportedError, TilingError):  # no such kernels for the device or the problem
-            found = None
-    if found is not None:
-        tile = found.traffic.tiling
-    else:
-        tile = PRODUCT if name == "standard" else Tiling.fit(p, device, algorithm, direction)
+    tile, predicted = PRODUCT, None
+    how: dict[str, Any] = {"direction": direction, "algorithm": algorithm, "device": device}
+    # There may be no such kernels for the device or the problem.
+    with suppress(UnsupportedError, TilingError):
+        if name in KERNELS:
+            found = predict(p, kernels=KERNELS[name], **how)
+            tile, predicted = found.traffic.tiling, 1e3 * found.seconds
+    if predicted is None and name != "standard":
+        tile = Tiling.fit(p, device, algorithm, direction)
     # On a chip that is large enough for its tiles.
     counted = traffic.Traffic(p, tile, algorithm, direction, device)
-    predicted = None if found is None else 1e3 * found.seconds
     return counted.bytes(), 1e3 * least(counted).seconds, predicted

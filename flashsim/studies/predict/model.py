@@ -107,8 +107,8 @@ def predict(
         single-KV-tile. Its name is the prediction's `traffic.algorithm`. Default: the algorithm's
         own form.
     pack_gqa : bool, optional
-        For a forward pass of a "flash2" algorithm: whether the query heads of a KV head share row
-        tiles, as in `flashsim.run`. Default: the kernels' own choice.
+        For a forward pass: whether the query heads of a KV head share row tiles, as in
+        `flashsim.run`. Default: the kernels' own choice. The decode kernel always packs them.
 
     Raises
     ------
@@ -138,17 +138,29 @@ def predict(
             "score_mod to get the time without it"
         )
     check_splits(splits)
+    if pack_gqa is not None:
+        pack_gqa = checks.flag("pack_gqa", pack_gqa)
     if decode is not None:
-        splits, problem = _decoded(problem, algorithm, splits, decode)
+        fields = {} if splits == "auto" else {"splits": splits}
+        fields |= {} if pack_gqa is None else {"pack_gqa": pack_gqa}
+        fields = counted_fields(problem, with_fields(fields, decode, [algorithm]))
+        splits, pack_gqa = fields.pop("splits", "auto"), fields.pop("pack_gqa", None)
+        problem = live_problem(problem, fields)[0] if fields else problem
     own: dict[str, Any] = {"tiling": tiling, "constants": constants}
-    own |= {"heads_in_group": heads_in_group, "pack_gqa": pack_gqa}
+    own["heads_in_group"] = heads_in_group
     if algorithm == "standard":
         own |= {"kernels": kernels, "splits": None if splits == "auto" else splits}
+        own["pack_gqa"] = pack_gqa
         _refuse(own, "the time of standard attention is that of a library's kernels")
         return predict_standard(problem, direction, device)
     if algorithm == decode_time.ALGORITHM:
         own["kernels"] = None if kernels == "portable" else kernels
         _refuse(own, "there is only one decode kernel, 'portable'")
+        if pack_gqa is False and problem.group > 1:
+            raise UnsupportedError(
+                "the GPU's decode kernel always packs the query heads of a KV head into one tile, "
+                "so only the time of pack_gqa=True can be predicted; leave out pack_gqa="
+            )
         made = decode_time.launch(problem, splits, device)
         found = decode_time.stages(made, problem.page_size, device)
         return Prediction(decode_time.traffic(problem, made, device), "portable", found)
@@ -158,8 +170,6 @@ def predict(
         )
     kernels = _named(kernels, device)
     inputs.check_tiling(tiling)
-    if pack_gqa is not None:
-        pack_gqa = checks.flag("pack_gqa", pack_gqa)
     if pack_gqa and direction == "backward":
         raise OptionError("a backward pass packs no query heads; leave out pack_gqa=")
     how = direction, algorithm, kernels, tiling, device, pack_gqa
@@ -258,21 +268,6 @@ def _form(
 def made_for(device: Device) -> str:
     """Return the kernel family that runs on a device by default."""
     return "hopper" if device.compute_capability == (9, 0) else "portable"
-
-
-def _decoded(
-    problem: Problem, algorithm: str, splits: int | str, decode: DecodeOptions
-) -> tuple[int | str, Problem]:
-    """Return the number of key splits, and the problem with only the keys that the cache holds."""
-    beside = {} if splits == "auto" else {"splits": splits}
-    fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
-    if "pack_gqa" in fields:
-        raise UnsupportedError(
-            "the GPU's decode kernel always packs the query heads of a KV head into one tile, "
-            "so only the time of pack_gqa=True can be predicted; leave out pack_gqa="
-        )
-    splits = fields.pop("splits", "auto")
-    return splits, live_problem(problem, fields)[0] if fields else problem
 
 
 @lru_cache(maxsize=128)

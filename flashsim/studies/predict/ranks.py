@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -153,15 +154,9 @@ def spread(
         )
     inside, between = Link.get(device.link if link is None else link), Link.get(network)
     host = checks.positive_int("host", host)
-    account = count(
-        problem,
-        ranks=ranks,
-        scheme=scheme,
-        ulysses=ulysses,
-        direction=direction,
-        algorithm=algorithm,
-        device=replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm),
-    )
+    roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
+    group: dict[str, Any] = {"ranks": ranks, "scheme": scheme, "ulysses": ulysses}
+    account = count(problem, **group, direction=direction, algorithm=algorithm, device=roomy)
     how = (direction, algorithm, kernels, device)
     compute = account.merge / (device.hbm_bandwidth * HBM_SHARE)
     for columns, there, block in work(account.group, direction):
@@ -180,14 +175,8 @@ def _seconds(
     if algorithm in ("flash2", "flash2-fused"):  # other predictions have no power limit
         known = CALIBRATED.get(made_for(device) if kernels is None else kernels, {})
         constants = {name: c._replace(throttle=0.0) for name, c in known.items()}
-    return predict(
-        problem,
-        direction=direction,
-        algorithm=algorithm,
-        kernels=kernels,
-        constants=constants,
-        device=device,
-    ).seconds
+    how: dict[str, Any] = {"direction": direction, "algorithm": algorithm, "kernels": kernels}
+    return predict(problem, **how, constants=constants, device=device).seconds
 
 
 def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:

@@ -4,8 +4,6 @@ Tensor cores multiply whole tiles, with head_dim padded to the kernel's width. K
 that are padded to 16 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Recomputes numbers about work distributed over SMs (flash-decoding) and GPUs (ring attention)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recomputes memory traffic: of FlashAttention (arXiv:2205.14135), its bounds, and loop orders."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import ceil, sqrt
 

@@ -3,8 +3,6 @@
 The errors are those of table 3 of the FlashAttention-3 paper.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashsim.api.execution import run

@@ -1,7 +1,5 @@
 """The layout of every table of published numbers: quantity, paper, ours, and why they differ."""
 
-from __future__ import annotations
-
 from flashsim.report import Cell, Table
 
 

@@ -3,8 +3,6 @@
 The write-up counts one HBM transfer per tensor.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from flashsim.api.execution import run

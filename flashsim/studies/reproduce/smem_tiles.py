@@ -1,7 +1,5 @@
 """Computes the shared memory of FlashAttention-2's and -3's tiles, from their kernels' tensors."""
 
-from __future__ import annotations
-
 from flashsim.problem.hardware import KIB, Device
 from flashsim.report import Table
 from flashsim.studies.reproduce.page import published

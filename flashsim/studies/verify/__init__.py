@@ -8,26 +8,7 @@ from flashsim.studies.verify.ncu import METRICS, MeasuredLaunch, command, parse
 from flashsim.studies.verify.soak import compare, draw, table
 
 __all__ = [
-    "HERE",
-    "METRICS",
-    "Case",
-    "Counted",
-    "MeasuredLaunch",
-    "MeasuredPass",
-    "Record",
-    "Row",
-    "Verification",
-    "assign",
-    "command",
-    "compare",
-    "counts_beside",
-    "draw",
-    "here",
-    "parse",
-    "passes_of",
-    "predict",
-    "record",
-    "summary",
-    "table",
-    "verify",
-]
+    "HERE", "METRICS", "Case", "Counted", "MeasuredLaunch", "MeasuredPass", "Record", "Row",
+    "Verification", "assign", "command", "compare", "counts_beside", "draw", "here", "parse",
+    "passes_of", "predict", "record", "summary", "table", "verify",
+]  # fmt: skip

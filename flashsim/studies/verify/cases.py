@@ -198,11 +198,5 @@ def predict(
     """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)
-    return counting.count(
-        problem,
-        algorithm=algorithm,
-        direction=direction,
-        tiling=tiling,
-        device=wide,
-        pack_gqa=pack_gqa or None,
-    )
+    how: dict[str, Any] = {"algorithm": algorithm, "direction": direction, "tiling": tiling}
+    return counting.count(problem, **how, device=wide, pack_gqa=pack_gqa or None)

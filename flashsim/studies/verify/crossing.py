@@ -91,7 +91,7 @@ class StageKernel:
         found = []
         for blocks, items, late in HOPPER.hand_out(stage, tables, gpu, ordered=in_turns).launches:
             # Visits per key tile; if launches differ, all key tiles have equally many
-            # (`Hopper.remainder`).
+            # (`Hopper.launches`).
             working = np.full_like(steps, blocks)
             working = np.minimum(steps, blocks) if self.python else working
             products = int(working.sum()) * int(items) // tables.tiles
@@ -210,7 +210,7 @@ class StageKernel:
                 each += 2 * 2 * sides[2] * 16 * adds
             if stage.name == "fused" and not hopper and p.itemsize == 2:
                 each += 2 * sides[2] * (self._columns_of_dq() - d)
-            # If launches differ, all work tiles are equally long (`Hopper.remainder`). If dQ may be
+            # If launches differ, all work tiles are equally long (`Hopper.launches`). If dQ may be
             # deferred, only the products of dQ have columns beyond d.
             total += each * (visits * n // items) + unused * 2 * sides[2] * (d + beyond)
         return total

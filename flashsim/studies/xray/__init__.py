@@ -6,16 +6,6 @@ from flashsim.studies.xray.record import Profile, ProfiledLaunch, measure, measu
 from flashsim.studies.xray.report import ProfiledKernel, XRay
 
 __all__ = [
-    "FORMS",
-    "Fit",
-    "Inference",
-    "LaunchCounters",
-    "Profile",
-    "ProfiledKernel",
-    "ProfiledLaunch",
-    "XRay",
-    "candidates",
-    "infer",
-    "measure",
-    "measure_kernels",
-]
+    "FORMS", "Fit", "Inference", "LaunchCounters", "Profile", "ProfiledKernel", "ProfiledLaunch",
+    "XRay", "candidates", "infer", "measure", "measure_kernels",
+]  # fmt: skip

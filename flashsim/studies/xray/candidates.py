@@ -1,7 +1,5 @@
 """The bytes that an attention kernel of each known form moves with each plausible tile."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -84,13 +84,15 @@ class Inference:
     @property
     def block_q(self) -> int | None:
         """The size of the query tile, or None unless exactly one size fits the counters."""
-        sides = self.sides("block_q")
-        return sides[0] if len(sides) == 1 else None
+        return self._only("block_q")
 
     @property
     def block_k(self) -> int | None:
         """The size of the key tile, or None unless exactly one size fits the counters."""
-        sides = self.sides("block_k")
+        return self._only("block_k")
+
+    def _only(self, name: str) -> int | None:
+        sides = self.sides(name)
         return sides[0] if len(sides) == 1 else None
 
 
@@ -252,13 +254,8 @@ def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
 
 
 def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
-    if (
-        not -below
-        <= (seen.read - fit.read) / fit.read
-        <= above + PER_BLOCK * seen.blocks / fit.read
-    ):
-        return False
-    return abs(seen.reduced - fit.reduced) <= REDUCED * fit.reduced
+    more, most = (seen.read - fit.read) / fit.read, above + PER_BLOCK * seen.blocks / fit.read
+    return -below <= more <= most and abs(seen.reduced - fit.reduced) <= REDUCED * fit.reduced
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:

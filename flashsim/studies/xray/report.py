@@ -17,7 +17,7 @@ from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.studies.xray.candidates import FORMS, SIDES, candidates
-from flashsim.studies.xray.infer import Inference, LaunchCounters, infer, spilled
+from flashsim.studies.xray.infer import Inference, infer, spilled
 from flashsim.studies.xray.record import Profile, ProfiledLaunch, machine
 
 #: Forms that have a tile.
@@ -162,13 +162,11 @@ class XRay(report.Tabled):
             if key in seen:
                 seen[key] = [replace(one, times=one.times + 1) for one in seen[key]]
                 continue
-            counters: list[LaunchCounters] = [launch.seen for launch in launches]
-            found = (
-                [Inference("other")] * len(launches) if p is None else infer(p, direction, counters)
-            )
-            seen[key] = [
-                ProfiledKernel(launch, p, one) for launch, one in zip(launches, found, strict=True)
-            ]
+            found = [Inference("other")] * len(launches)
+            if p is not None:
+                found = infer(p, direction, [launch.seen for launch in launches])
+            pairs = zip(launches, found, strict=True)
+            seen[key] = [ProfiledKernel(launch, p, one) for launch, one in pairs]
         return tuple(kernel for those in seen.values() for kernel in those)
 
     def table(self) -> report.Table:
@@ -277,32 +275,30 @@ class XRay(report.Tabled):
 
         The curve is over query tiles, or over key tiles if the kernel's outer loop runs over keys.
         """
-        found = []
+        data = []
         for kernel in self.kernels:
-            p, form = kernel.problem, kernel.found.form
-            if p is None or form not in TILED or not kernel.found.fits:
+            p, found = kernel.problem, kernel.found
+            if p is None or found.form not in TILED or not found.fits:
                 continue
-            by_key = form in ("fused", "dkdv")
+            by_key, best = found.form in ("fused", "dkdv"), found.fits[0]
             side, other = ("block_k", "block_q") if by_key else ("block_q", "block_k")
-            fixed = getattr(kernel.found.fits[0], other)
+            alike = [getattr(best, other), False, False, best.packed]
             curve = {
                 getattr(fit, side): fit.read
-                for fit in candidates(form, p, kernel.found.splits)
-                if getattr(fit, other) == fixed
-                and not (fit.boxes or fit.dense)
-                and fit.packed == kernel.found.fits[0].packed
+                for fit in candidates(found.form, p, found.splits)
+                if [getattr(fit, other), fit.boxes, fit.dense, fit.packed] == alike
             }
-            found.append(
+            data.append(
                 {
                     "name": kernel.name,
                     "title": f"call {kernel.launch.call}, {kernel.launch.direction}",
                     "side": "keys in a tile" if by_key else "query rows in a tile",
                     "curve": sorted(curve.items()),
                     "measured": kernel.launch.seen.read,
-                    "found": kernel.found.sides(side),
+                    "found": found.sides(side),
                 }
             )
-        return found
+        return data
 
     def page(self, path: Path) -> None:
         """Write an HTML page without scripts, with the tables, the sentences and the plot."""

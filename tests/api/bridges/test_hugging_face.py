@@ -66,6 +66,29 @@ def made(maker):
     return model, {"input_ids": words}
 
 
+def by_each(model, run, reference="eager"):
+    """What `run` gives with the attention `reference`, and with flashsim's."""
+    found = []
+    for implementation in (reference, "flashsim"):
+        model.zero_grad()
+        model.set_attn_implementation(implementation)
+        found.append(run())
+    return found
+
+
+def generating(n):
+    """Arguments of `generate`, which makes n tokens."""
+    return {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False, "pad_token_id": 0}
+
+
+def close_to_sdpas(model, run, tolerance):
+    """Compare tensors that `run` returns, and parameters' gradients, with those of SDPA."""
+    each = by_each(model, lambda: [*run(), *(p.grad for p in model.parameters())], "sdpa")
+    for x, y in zip(*each, strict=True):
+        near = tolerance * float(x.abs().max()) + 1e-6
+        torch.testing.assert_close(y, x, rtol=tolerance, atol=near)
+
+
 #: Cases that run each time; the others are "thorough".
 USUAL = ("Llama:", "Gemma3:", "GPT-OSS:", "Llama4:", "T5:", "Whisper:")
 
@@ -141,22 +164,9 @@ GENERATING = {**DECODERS, "gpt-oss": of_case("GPT-OSS")}
 @pytest.mark.parametrize("maker", GENERATING.values(), ids=GENERATING)
 def test_generation_with_a_cache(maker, padding):
     model, inputs = made(maker)
-    told = []
-    for implementation in ("eager", "flashsim"):
-        model.set_attn_implementation(implementation)
-        mask = torch.tensor(PADDING[padding] or [[1] * N] * 2)
-        told.append(
-            model.generate(
-                **inputs,
-                attention_mask=mask,
-                max_new_tokens=8,
-                min_new_tokens=8,
-                do_sample=False,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        )
+    inputs["attention_mask"] = torch.tensor(PADDING[padding] or [[1] * N] * 2)
+    asked = {"output_logits": True, "return_dict_in_generate": True}
+    told = by_each(model, lambda: model.generate(**inputs, **asked, **generating(8)))
     assert told[0].sequences.tolist() == told[1].sequences.tolist()
     torch.testing.assert_close(*(t.logits for t in told), rtol=1e-3, atol=1e-3)
 
@@ -230,15 +240,13 @@ def test_a_model_whose_head_lays_out_its_own_mask(tokens):
         "pixel_attention_mask": mask,
         "spatial_shapes": torch.tensor([[4, 4], [tokens // 4, 4]]),
     }
-    found = []
-    for implementation in ("sdpa", "flashsim"):
-        model.zero_grad()
-        model.set_attn_implementation(implementation)
+
+    def run():
         given = model(**inputs)
         (given.pooler_output.square().sum() + given.last_hidden_state[0].sum()).backward()
-        found.append([given.pooler_output.detach(), *(p.grad for p in model.parameters())])
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5 * float(x.abs().max()) + 1e-6)
+        return [given.pooler_output.detach()]
+
+    close_to_sdpas(model, run, 1e-5)
 
 
 def cache_word(model):
@@ -250,15 +258,13 @@ def cache_word(model):
 def test_a_cache_with_room_in_it():
     """A static cache has keys behind the last that was written; none may be seen."""
     model, inputs = made(llama)
-    told = []
-    for implementation in ("eager", "flashsim"):
-        model.set_attn_implementation(implementation)
-        cache = transformers.StaticCache(model.config, max_cache_len=40)
-        given = {cache_word(model): cache}
-        first = model(inputs["input_ids"], **given).logits
-        then = model(inputs["input_ids"][:, :3], **given).logits
-        told.append((first, then))
-    torch.testing.assert_close(*told, rtol=1e-3, atol=1e-3)
+
+    def run():
+        given = {cache_word(model): transformers.StaticCache(model.config, max_cache_len=40)}
+        return [model(x, **given).logits for x in (words, words[:, :3])]
+
+    words = inputs["input_ids"]
+    torch.testing.assert_close(*by_each(model, run), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("padding", ["whole", "padded left"])
@@ -267,12 +273,9 @@ def test_generation_with_a_static_cache(maker, padding):
     """`generate` makes the masks itself then, before it calls the model."""
     model, inputs = made(maker)
     inputs["attention_mask"] = torch.tensor(PADDING[padding] or [[1] * N] * 2)
-    told = []
-    for implementation in ("eager", "flashsim"):
-        model.set_attn_implementation(implementation)
-        how = {"cache_implementation": "static", "disable_compile": True, "pad_token_id": 0}
-        told.append(model.generate(**inputs, max_new_tokens=6, do_sample=False, **how))
-    assert told[0].tolist() == told[1].tolist()
+    how = {"cache_implementation": "static", "disable_compile": True, **generating(6)}
+    told = by_each(model, lambda: model.generate(**inputs, **how).tolist())
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("how", ["assistant", "prompt lookup"])
@@ -392,19 +395,19 @@ def test_padding_without_values(maker):
 
 def test_speech_is_written_down_with_its_caches():
     model, inputs = made(whisper)
-    told = []
-    for implementation in ("eager", "flashsim"):
-        model.set_attn_implementation(implementation)
-        sound, cache = inputs["input_features"].float(), None
-        words, steps = inputs["decoder_input_ids"], []
+    sound, words = inputs["input_features"].float(), inputs["decoder_input_ids"]
+
+    def run():
+        cache, steps = None, []
         states = model.get_encoder()(sound)
         for part in (words[:, :5], words[:, 5:6], words[:, 6:9]):
             given = {cache_word(model): cache}
             step = model(encoder_outputs=states, decoder_input_ids=part, **given)
             cache = step.past_key_values
             steps.append(step.logits)
-        told.append(torch.cat(steps, dim=1))
-    torch.testing.assert_close(*told, rtol=1e-3, atol=1e-3)
+        return torch.cat(steps, dim=1)
+
+    torch.testing.assert_close(*by_each(model, run), rtol=1e-3, atol=1e-3)
 
 
 # -- masks ----------------------------------------------------------------------------------------
@@ -636,15 +639,13 @@ def test_a_batch_of_padding_alone(maker, tokens):
     model, inputs = made(maker)
     inputs["attention_mask"] = torch.zeros(2, N, dtype=torch.long)
     inputs["attention_mask"][0, N - tokens :] = 1
-    found = []
-    for implementation in ("sdpa", "flashsim"):
-        model.zero_grad()
-        model.set_attn_implementation(implementation)
+
+    def run():
         logits = model(**inputs).logits
         logits.square().sum().backward()
-        found.append([logits.detach(), *(p.grad for p in model.parameters())])
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(y, x, rtol=1e-3, atol=1e-3 * float(x.abs().max()) + 1e-6)
+        return [logits.detach()]
+
+    close_to_sdpas(model, run, 1e-3)
 
 
 @pytest.mark.parametrize("side", ["both", "keys"])
@@ -664,12 +665,9 @@ def test_padding_alone_gives_zeros_and_a_gradient_of_zeros(side):
 def test_generation_begins_with_chunks_of_padding_alone(chunk):
     model, inputs = made(llama)
     inputs["attention_mask"] = torch.tensor([[0] * 6 + [1] * (N - 6), [0] * 9 + [1] * (N - 9)])
-    told = []
-    for implementation in ("sdpa", "flashsim"):
-        model.set_attn_implementation(implementation)
-        how = {"prefill_chunk_size": chunk, "max_new_tokens": 6, "min_new_tokens": 6}
-        told.append(model.generate(**inputs, **how, do_sample=False, pad_token_id=0))
-    assert told[0].tolist() == told[1].tolist()
+    how = {"prefill_chunk_size": chunk, **generating(6)}
+    told = by_each(model, lambda: model.generate(**inputs, **how).tolist(), "sdpa")
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize(

@@ -152,36 +152,6 @@ def test_forward_of_a_tpu(causal, keep_last):
     assert traced.trace.tiling == flashsim.Tiling(block_q, block_k)
 
 
-def test_a_tpu_keeps_a_block_and_a_gpu_loads_it_again():
-    def kernel(x_ref, w_ref, o_ref):
-        o_ref[...] = x_ref[...] @ w_ref[...]
-
-    def product(x, w):
-        return pl.pallas_call(
-            kernel,
-            grid=(4,),
-            in_specs=[
-                pl.BlockSpec((8, 16), lambda i: (i, 0)),
-                pl.BlockSpec((16, 16), lambda i: (0, 0)),
-            ],
-            out_specs=pl.BlockSpec((8, 16), lambda i: (i, 0)),
-            out_shape=jax.ShapeDtypeStruct((32, 16), x.dtype),
-        )(x, w)
-
-    x, w = arrays((32, 16), (16, 16))
-    on_tpu = trace_kernel(product, x, w, model="tpu")
-    on_gpu = trace_kernel(product, x, w, model="gpu")
-
-    assert on_tpu.bytes("load", "w") == 16 * 16 * 4
-    assert on_gpu.bytes("load", "w") == 4 * 16 * 16 * 4
-    assert on_tpu.bytes("load", "x") == on_gpu.bytes("load", "x") == 32 * 16 * 4
-    assert "tpu model" in on_tpu.record.source
-    assert "gpu model" in on_gpu.record.source
-    assert any("TPU model" in note for note in on_tpu.record.notes)
-    np.testing.assert_array_equal(on_tpu.outputs["O"], on_gpu.outputs["O"])
-    assert trace_kernel(product, x, w).bytes() == on_gpu.bytes()  # no mark of a TPU in it
-
-
 # -- JAX's own kernels ---------------------------------------------------------------------------
 
 
@@ -352,12 +322,50 @@ def test_jax_own_log_sum_exp_is_in_base_2():
 # -- what kernels are made of ----------------------------------------------------------------------
 
 
-def called(kernel, *given, out, grid=(), **more):
-    """A function of no arguments but arrays that calls a kernel."""
-    shapes = [jax.ShapeDtypeStruct(*shape) for shape in out]
-    return pl.pallas_call(
-        kernel, out_shape=shapes if len(shapes) > 1 else shapes[0], grid=grid, **more
-    )(*given)
+def spec(shape=None, index=None, **more):
+    return pl.BlockSpec(shape, index, **more)
+
+
+BY_ONE = lambda i: (i,)  # noqa: E731 - the index of block i of a vector
+
+
+def called(kernel, *given, out, dtype="float32", **more):
+    """Call a kernel; `out` is the shape of its result, or a list of shapes."""
+    shapes = [jax.ShapeDtypeStruct(x, dtype) for x in (out if isinstance(out, list) else [out])]
+    return pl.pallas_call(kernel, out_shape=shapes if isinstance(out, list) else shapes[0], **more)(
+        *given
+    )
+
+
+def run(kernel, *given, model=None, **more):
+    """Trace a function that calls one kernel with arrays."""
+    return trace_kernel(functools.partial(called, kernel, **more), *given, model=model)
+
+
+def equal(traced, name, wanted):
+    np.testing.assert_array_equal(traced.outputs[name], wanted)
+
+
+def test_a_tpu_keeps_a_block_and_a_gpu_loads_it_again():
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] @ w_ref[...]
+
+    rows = spec((8, 16), lambda i: (i, 0))
+    how = {"in_specs": [rows, spec((16, 16), lambda i: (0, 0))], "out_specs": rows}
+    x, w = arrays((32, 16), (16, 16))
+    on_tpu, on_gpu, unmarked = (
+        run(kernel, x, w, out=(32, 16), grid=(4,), model=model, **how)
+        for model in ("tpu", "gpu", None)
+    )
+
+    assert on_tpu.bytes("load", "w") == 16 * 16 * 4
+    assert on_gpu.bytes("load", "w") == 4 * 16 * 16 * 4
+    assert on_tpu.bytes("load", "x") == on_gpu.bytes("load", "x") == 32 * 16 * 4
+    assert "tpu model" in on_tpu.record.source
+    assert "gpu model" in on_gpu.record.source
+    assert any("TPU model" in note for note in on_tpu.record.notes)
+    equal(on_tpu, "O", on_gpu.outputs["O"])
+    assert unmarked.bytes() == on_gpu.bytes()  # no mark of a TPU in it
 
 
 def test_get_and_swap_are_at_their_lines():
@@ -367,16 +375,12 @@ def test_get_and_swap_are_at_their_lines():
         o_ref[...] = one + two
 
     (x,) = arrays((8, 4))
-    traced = trace_kernel(functools.partial(called, kernel, out=[((4, 4), "float32")]), x)
+    traced = run(kernel, x, out=(4, 4))
 
     first = kernel.__code__.co_firstlineno
-    a = traced.record.accesses
-    assert [traced.record.lines[line] for line in a["line"]] == [
-        (__file__, first + 1),
-        (__file__, first + 2),
-        (__file__, first + 3),
-    ]
-    np.testing.assert_array_equal(traced.outputs["O"], x[:4] + x[4:])
+    lines = [traced.record.lines[line] for line in traced.record.accesses["line"]]
+    assert lines == [(__file__, first + n) for n in (1, 2, 3)]
+    equal(traced, "O", x[:4] + x[4:])
 
 
 def test_masked_lanes_move_nothing_and_read_the_other_value():
@@ -387,13 +391,12 @@ def test_masked_lanes_move_nothing_and_read_the_other_value():
         plgpu.store(o_ref, jnp.full(8, 9.0), mask=jnp.arange(8) == 7)
 
     (x,) = arrays((8,))
-    out = [((8,), "float32")] * 2
-    traced = trace_kernel(functools.partial(called, kernel, out=out), x)
+    traced = run(kernel, x, out=[(8,)] * 2)
 
     assert traced.bytes("load", "x") == 2 * 3 * 4
     assert traced.bytes("store", "O") == (8 + 1) * 4
     assert list(traced.record.accesses["masked"]) == [5, 0, 5, 0, 7]
-    np.testing.assert_array_equal(traced.outputs["O"], [*x[:3], 7, 7, 7, 7, 9])
+    equal(traced, "O", [*x[:3], 7, 7, 7, 7, 9])
     np.testing.assert_array_equal(np.isnan(traced.outputs["P"]), np.arange(8) >= 3)
 
 
@@ -401,17 +404,8 @@ def test_a_ragged_block_counts_lanes_outside_and_poisons_them():
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...].sum(keepdims=True)
 
-    def ragged(x):
-        return called(
-            kernel,
-            x,
-            out=[((2,), "float32")],
-            grid=(2,),
-            in_specs=[pl.BlockSpec((4,), lambda i: (i,))],
-            out_specs=pl.BlockSpec((1,), lambda i: (i,)),
-        )
-
-    traced = trace_kernel(ragged, arrays((6,))[0])
+    blocks = {"in_specs": [spec((4,), BY_ONE)], "out_specs": spec((1,), BY_ONE)}
+    traced = run(kernel, *arrays((6,)), out=(2,), grid=(2,), **blocks)
 
     assert traced.bytes("load", "x") == 6 * 4
     assert list(traced.record.accesses["outside"]) == [0, 0, 2, 0]
@@ -422,17 +416,10 @@ def test_a_slice_past_the_head_is_outside_though_memory_goes_on():
     def kernel(x_ref, o_ref):
         o_ref[...] = plgpu.load(x_ref.at[pl.ds(pl.program_id(1) * 4, 4), :])
 
-    def spill(x):
-        return called(
-            kernel,
-            x,
-            out=[((2, 8, 2), "float32")],
-            grid=(2, 2),
-            in_specs=[pl.BlockSpec((None, 6, 2), lambda h, i: (h, 0, 0))],
-            out_specs=pl.BlockSpec((None, 4, 2), lambda h, i: (h, i, 0)),
-        )
-
-    traced = trace_kernel(spill, arrays((2, 6, 2))[0])
+    heads = spec((None, 6, 2), lambda h, i: (h, 0, 0))
+    tiles = spec((None, 4, 2), lambda h, i: (h, i, 0))
+    how = {"grid": (2, 2), "in_specs": [heads], "out_specs": tiles}
+    traced = run(kernel, *arrays((2, 6, 2)), out=(2, 8, 2), **how)
 
     assert traced.bytes("load", "x") == 2 * 6 * 2 * 4
     assert traced.record.accesses["outside"].sum() == 2 * 2 * 2
@@ -440,15 +427,12 @@ def test_a_slice_past_the_head_is_outside_though_memory_goes_on():
 
 def test_loops_branches_and_calls():
     def kernel(x_ref, o_ref, last_ref):
-        def counted_loop(j, total):  # a static length becomes a scan
-            return total + x_ref[j]
-
-        def while_loop(j, total):
+        def add(j, total):
             return total + x_ref[j]
 
         i = pl.program_id(0)
-        total = lax.fori_loop(0, 3, counted_loop, jnp.float32(0))
-        total = lax.fori_loop(0, i, while_loop, total)
+        total = lax.fori_loop(0, 3, add, jnp.float32(0))  # a static length becomes a scan
+        total = lax.fori_loop(0, i, add, total)
 
         @pl.when(i == pl.num_programs(0) - 1)
         def _():
@@ -456,23 +440,13 @@ def test_loops_branches_and_calls():
 
         o_ref[...] = jax.numpy.where(i > 0, total, -total)[None]
 
-    x = jnp.arange(8.0)
-    traced = trace_kernel(
-        lambda x: called(
-            kernel,
-            x,
-            out=[((4,), "float32"), ((1,), "float32")],
-            grid=(4,),
-            in_specs=[pl.BlockSpec()],
-            out_specs=[pl.BlockSpec((1,), lambda i: (i,)), pl.BlockSpec()],
-        ),
-        x,
-    )
+    how = {"in_specs": [spec()], "out_specs": [spec((1,), BY_ONE), spec()]}
+    traced = run(kernel, jnp.arange(8.0), out=[(4,), (1,)], grid=(4,), **how)
 
     assert traced.bytes("load", "x") == (4 * 3 + 0 + 1 + 2 + 3) * 4
     assert traced.bytes("store", "last") == 4
-    np.testing.assert_array_equal(traced.outputs["O"], [-3, 3, 4, 6])
-    np.testing.assert_array_equal(traced.outputs["last"], [12])
+    equal(traced, "O", [-3, 3, 4, 6])
+    equal(traced, "last", [12])
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -484,15 +458,13 @@ def test_indices_of_every_kind(step):
         r_ref[...] = x_ref[3][None] + x_ref[rows[0], :]
 
     (x,) = arrays((8, 4))
-    out = [((3,), "float32"), ((3, 2), "float32"), ((1, 4), "float32")]
-    traced = trace_kernel(functools.partial(called, kernel, out=out), x)
+    traced = run(kernel, x, out=[(3,), (3, 2), (1, 4)])
 
     assert traced.bytes("load", "x") == (3 + 6 + 4 + 4) * 4
-    a = traced.record.accesses
-    assert a["distinct"][0] == 2  # row 5 twice
-    np.testing.assert_array_equal(traced.outputs["O"], x[np.array([5, 0, 5]), 1])
-    np.testing.assert_array_equal(traced.outputs["P"], x[2 : 2 + 3 * step : step, 1:3])
-    np.testing.assert_array_equal(traced.outputs["r"], (x[3] + x[5])[None])
+    assert traced.record.accesses["distinct"][0] == 2  # row 5 twice
+    equal(traced, "O", x[np.array([5, 0, 5]), 1])
+    equal(traced, "P", x[2 : 2 + 3 * step : step, 1:3])
+    equal(traced, "r", (x[3] + x[5])[None])
 
 
 def test_blocks_by_element_and_squeezed():
@@ -500,18 +472,10 @@ def test_blocks_by_element_and_squeezed():
         assert x_ref.shape == (4, 2)
         o_ref[...] = x_ref[...].sum(axis=1)
 
-    def overlapping(x):
-        return called(
-            kernel,
-            x,
-            out=[((3, 4), "float32")],
-            grid=(3,),
-            in_specs=[pl.BlockSpec((pl.Element(4), None, 2), lambda i: (2 * i, 1, 0))],
-            out_specs=pl.BlockSpec((None, 4), lambda i: (i, 0)),
-        )
-
+    overlapping = spec((pl.Element(4), None, 2), lambda i: (2 * i, 1, 0))
+    how = {"in_specs": [overlapping], "out_specs": spec((None, 4), lambda i: (i, 0))}
     (x,) = arrays((8, 3, 2))
-    traced = trace_kernel(overlapping, x)
+    traced = run(kernel, x, out=(3, 4), grid=(3,), **how)
 
     assert traced.bytes("load", "x") == 3 * 4 * 2 * 4
     expected = np.stack([np.asarray(x)[2 * i : 2 * i + 4, 1].sum(axis=1) for i in range(3)])
@@ -523,59 +487,38 @@ def test_an_output_that_is_its_input(model):
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...] + o_ref[...]
 
-    def doubled(x):
-        return called(
-            kernel,
-            x,
-            out=[((8,), "float32")],
-            grid=(2,),
-            in_specs=[pl.BlockSpec((4,), lambda i: (i,))],
-            out_specs=pl.BlockSpec((4,), lambda i: (i,)),
-            input_output_aliases={0: 0},
-        )
-
+    half = spec((4,), BY_ONE)
+    how = {"in_specs": [half], "out_specs": half, "input_output_aliases": {0: 0}}
     (x,) = arrays((8,))
-    traced = trace_kernel(doubled, x, model=model)
+    traced = run(kernel, x, out=(8,), grid=(2,), model=model, **how)
 
     assert len(traced.record.tensors) == 1
     assert traced.bytes("load") == (2 if model == "gpu" else 1) * 8 * 4
     assert traced.bytes("store") == 8 * 4
-    np.testing.assert_array_equal(traced.outputs[traced.tensors[0]], 2 * x)
+    equal(traced, traced.tensors[0], 2 * x)
 
 
 def test_atomics_are_reductions_and_add_each_lane():
-    def kernel(x_ref, o_ref):
+    def kernel(x_ref, _, o_ref):
         lane = jnp.arange(4)
         first = plgpu.atomic_add(o_ref, jnp.where(lane < 2, 0, 4 - lane), x_ref[...])
         del first
         plgpu.atomic_max(o_ref, 3, x_ref[0], mask=x_ref[0] > 0)
 
-    def histogram(x, o):
-        return called(
-            lambda x_ref, _, o_ref: kernel(x_ref, o_ref),
-            *(x, o),
-            out=[((4,), "float32")],
-            grid=(2,),
-            in_specs=[pl.BlockSpec((4,), lambda i: (i,)), pl.BlockSpec()],
-            out_specs=pl.BlockSpec(),
-            input_output_aliases={1: 0},
-        )
-
-    x = jnp.arange(1.0, 9.0)
-    traced = trace_kernel(histogram, x, jnp.zeros(4))
+    how = {"in_specs": [spec((4,), BY_ONE), spec()], "out_specs": spec(), "grid": (2,)}
+    x, bins = jnp.arange(1.0, 9.0), jnp.zeros(4)
+    traced = run(kernel, x, bins, out=(4,), input_output_aliases={1: 0}, **how)
 
     assert traced.bytes("reduce") == 2 * (4 + 1) * 4
     (name,) = {traced.tensors[code] for code in traced.record.stored}
-    np.testing.assert_array_equal(traced.outputs[name], [1 + 2 + 5 + 6, 4 + 8, 3 + 7, 5])
+    equal(traced, name, [1 + 2 + 5 + 6, 4 + 8, 3 + 7, 5])
 
 
 def test_an_old_value_that_is_used_is_a_load():
     def kernel(x_ref, o_ref):
         o_ref[...] = jax.ref.swap(x_ref, ..., jnp.zeros(4))
 
-    traced = trace_kernel(
-        functools.partial(called, kernel, out=[((4,), "float32")]), arrays((4,))[0]
-    )
+    traced = run(kernel, *arrays((4,)), out=(4,))
 
     assert traced.bytes("load", "x") == traced.bytes("store", "x") == 16
 
@@ -584,48 +527,35 @@ def test_vmap_adds_an_axis_that_programs_do_not_see():
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...] * pl.program_id(0)
 
-    def one(x):
-        spec = pl.BlockSpec((4,), lambda i: (i,))
-        return called(
-            kernel, x, out=[((8,), "float32")], grid=(2,), in_specs=[spec], out_specs=spec
-        )
-
+    half = spec((4,), BY_ONE)
+    how = {"out": (8,), "grid": (2,), "in_specs": [half], "out_specs": half}
     (x,) = arrays((3, 8))
-    traced = trace_kernel(jax.vmap(one), x)
+    traced = trace_kernel(jax.vmap(functools.partial(called, kernel, **how)), x)
 
     assert traced.record.launches[0].grid == (2, 3)
     assert traced.bytes("load", "x") == 3 * 8 * 4
-    np.testing.assert_array_equal(traced.outputs["O"], x * np.repeat([0, 1], 4))
+    equal(traced, "O", x * np.repeat([0, 1], 4))
 
 
 def test_copies_that_a_tpu_kernel_starts_itself():
     def kernel(x_hbm, y_hbm, buffer, semaphore):
-        i = pl.program_id(0)
-        inward = pltpu.make_async_copy(x_hbm.at[pl.ds(i * 4, 4)], buffer, semaphore)
+        part = pl.ds(pl.program_id(0) * 4, 4)
+        inward = pltpu.make_async_copy(x_hbm.at[part], buffer, semaphore)
         inward.start()
         inward.wait()
         buffer[...] = buffer[...] * 2
-        outward = pltpu.make_async_copy(buffer, y_hbm.at[pl.ds(i * 4, 4)], semaphore)
+        outward = pltpu.make_async_copy(buffer, y_hbm.at[part], semaphore)
         outward.start()
         outward.wait()
 
-    def doubled(x):
-        hbm = pl.BlockSpec(memory_space=pl.ANY)
-        return called(
-            kernel,
-            x,
-            out=[((8, 2), "float32")],
-            grid=(2,),
-            in_specs=[hbm],
-            out_specs=hbm,
-            scratch_shapes=[pltpu.VMEM((4, 2), jnp.float32), pltpu.SemaphoreType.DMA],
-        )
-
+    hbm, scratch = spec(memory_space=pl.ANY), [pltpu.VMEM((4, 2), jnp.float32)]
+    how = {"in_specs": [hbm], "out_specs": hbm}
+    how["scratch_shapes"] = [*scratch, pltpu.SemaphoreType.DMA]
     (x,) = arrays((8, 2))
-    traced = trace_kernel(doubled, x)
+    traced = run(kernel, x, out=(8, 2), grid=(2,), **how)
 
     assert moved(traced) == {("load", "x_hbm"): 64, ("store", "y_hbm"): 64}
-    np.testing.assert_array_equal(traced.outputs["y_hbm"], 2 * x)
+    equal(traced, "y_hbm", 2 * x)
     assert traced.record.accesses["line"].size == 4
 
 
@@ -633,25 +563,19 @@ def test_scalars_that_are_prefetched_choose_blocks():
     def kernel(table_ref, x_ref, o_ref):
         o_ref[...] = x_ref[...] + table_ref[pl.program_id(0)]
 
-    def gathered(table, x):
-        return pl.pallas_call(
-            kernel,
-            out_shape=jax.ShapeDtypeStruct((4, 8), x.dtype),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
-                grid=(4,),
-                in_specs=[pl.BlockSpec((1, 8), lambda i, table: (table[i], 0))],
-                out_specs=pl.BlockSpec((1, 8), lambda i, table: (i, 0)),
-            ),
-        )(table, x)
-
+    blocks = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(4,),
+        in_specs=[spec((1, 8), lambda i, table: (table[i], 0))],
+        out_specs=spec((1, 8), lambda i, table: (i, 0)),
+    )
     table = jnp.array([2, 2, 0, 1], jnp.int32)
     (x,) = arrays((3, 8))
-    traced = trace_kernel(gathered, table, x)
+    traced = run(kernel, table, x, out=(4, 8), grid_spec=blocks)
 
     assert traced.bytes("load", "table") == 16
     assert traced.bytes("load", "x") == 3 * 8 * 4  # block 2 is kept for the second step
-    np.testing.assert_array_equal(traced.outputs["O"], x[table] + table[:, None])
+    equal(traced, "O", x[table] + table[:, None])
 
 
 def test_scratch_of_one_scope_and_reads_of_a_chip_buffer_past_its_end():
@@ -662,18 +586,9 @@ def test_scratch_of_one_scope_and_reads_of_a_chip_buffer_past_its_end():
 
         pl.run_scoped(body, pltpu.VMEM((4,), jnp.float32))
 
-    def shifted(x):
-        return called(
-            kernel,
-            x,
-            out=[((6,), "float32")],
-            grid=(2,),
-            in_specs=[pl.BlockSpec()],
-            out_specs=pl.BlockSpec((3,), lambda i: (i,)),
-        )
-
+    how = {"grid": (2,), "in_specs": [spec()], "out_specs": spec((3,), BY_ONE)}
     (x,) = arrays((4,))
-    traced = trace_kernel(shifted, x, model="tpu")
+    traced = run(kernel, x, out=(6,), model="tpu", **how)
 
     assert traced.bytes("load") == 16
     np.testing.assert_array_equal(traced.outputs["O"][:4], [*x[1:], x[3]])
@@ -682,38 +597,27 @@ def test_scratch_of_one_scope_and_reads_of_a_chip_buffer_past_its_end():
     assert f"line {kernel.__code__.co_firstlineno + 3} " in note
 
 
+def copy(x_ref, o_ref):
+    o_ref[...] = x_ref[...]
+
+
 def test_a_grid_that_returns_to_an_output_block_on_a_tpu():
-    def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref[...]
-
-    def revisiting(x):
-        return called(
-            kernel,
-            x,
-            out=[((2, 4), "float32")],
-            grid=(2, 2),
-            in_specs=[pl.BlockSpec((1, 4), lambda k, i: (i, 0))],
-            out_specs=pl.BlockSpec((1, 4), lambda k, i: (i, 0)),
-        )
-
-    traced = trace_kernel(revisiting, arrays((2, 4))[0], model="tpu")
+    row = spec((1, 4), lambda k, i: (i, 0))
+    how = {"out": (2, 4), "grid": (2, 2), "in_specs": [row], "out_specs": row}
+    traced = run(copy, *arrays((2, 4)), model="tpu", **how)
 
     assert traced.bytes("store") == 4 * 16
     assert any("returns to a block of o" in note for note in traced.record.notes)
     assert traced.record.clashes == ()  # a TPU's steps follow one another
-    (clash,) = trace_kernel(revisiting, arrays((2, 4))[0], model="gpu").record.clashes
+    (clash,) = run(copy, *arrays((2, 4)), model="gpu", **how).record.clashes
     assert clash.kind == "two stores"
 
 
 def test_work_outside_of_the_kernels_is_named_and_not_counted():
-    def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref[...] + 1
-
     def transposed(x):
-        run = jax.jit(functools.partial(called, kernel, out=[((4, 8), "float32")]))
-        return run(x.T).reshape(-1)
+        return jax.jit(functools.partial(called, copy, out=(4, 8)))(x.T).reshape(-1)
 
-    traced = trace_kernel(transposed, arrays((8, 4))[0])
+    traced = trace_kernel(transposed, *arrays((8, 4)))
 
     assert traced.bytes() == 2 * 8 * 4 * 4
     (note,) = traced.record.notes
@@ -727,7 +631,7 @@ def test_one_array_that_is_passed_twice_is_one_buffer_with_two_names():
 
     (x,) = arrays((4,))
     traced = trace_kernel(
-        lambda one: called(kernel, one["a"], one["b"], out=[((4,), "float32")]), {"a": x, "b": x}
+        lambda one: called(kernel, one["a"], one["b"], out=(4,)), {"a": x, "b": x}
     )
 
     assert traced.tensors == ("a", "b", "O")
@@ -735,21 +639,12 @@ def test_one_array_that_is_passed_twice_is_one_buffer_with_two_names():
     assert a.buffer == b.buffer != o.buffer
 
 
-def test_a_ref_under_a_bitcast_is_refused():
-    def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref.bitcast(jnp.int32)[...].astype(jnp.float32)
-
-    run = functools.partial(called, kernel, out=[((4, 4), "float32")])
-    with pytest.raises(UnsupportedError, match=r"^line \d+ of .*Bitcast.*index the ref"):
-        trace_kernel(run, arrays((4, 4))[0])
-
-
 def test_refs_that_are_reshaped_and_transposed():
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref.reshape(4, 4)[1:3, :].T + x_ref.at[:, 0:2].reshape(2, 8)[:, 2:4].sum()
 
     (x,) = arrays((8, 2))
-    traced = trace_kernel(functools.partial(called, kernel, out=[((4, 2), "float32")]), x)
+    traced = run(kernel, x, out=(4, 2))
 
     whole = np.asarray(x)
     expected = whole.reshape(4, 4)[1:3].T + whole.reshape(2, 8)[:, 2:4].sum()
@@ -786,34 +681,36 @@ def test_a_model_that_does_not_exist_or_does_not_fit():
         trace_kernel(TPU.forward, q, k, v, False, 16, 16, model="gpu")
 
 
-def test_what_cannot_run_on_a_cpu_is_refused_at_its_line():
-    def kernel(x_ref, o_ref):
-        o_ref[...] = plgpu.approx_tanh(x_ref[...])
-
-    run = functools.partial(called, kernel, out=[((4,), "float32")])
-    with pytest.raises(
-        UnsupportedError,
-        match=rf"^line {kernel.__code__.co_firstlineno + 1} of .*program \(\).*write jax.numpy",
-    ) as caught:
-        trace_kernel(run, arrays((4,))[0])
-    assert str(caught.value).count("in program") == 1
+def tanh(x_ref, o_ref):
+    o_ref[...] = plgpu.approx_tanh(x_ref[...])
 
 
-def test_memory_of_mosaic_gpu_is_refused():
-    # JAX's own enum needs absl, which JAX does not install.
-    space = enum.Enum("MemorySpace", ["SMEM"], module="jax._src.pallas.mosaic_gpu.core")
+def bitcast(x_ref, o_ref):
+    o_ref[...] = x_ref.bitcast(jnp.int32)[...].astype(jnp.float32)
 
-    def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref[...]
 
-    run = functools.partial(
-        called,
-        kernel,
-        out=[((128,), "float32")],
-        in_specs=[pl.BlockSpec(memory_space=space.SMEM)],
-    )
-    with pytest.raises(UnsupportedError, match=r"in kernel kernel, x lies in .*Mosaic GPU"):
-        trace_kernel(run, arrays((128,))[0])
+#: JAX's own enum needs absl, which JAX does not install.
+MOSAIC = enum.Enum("MemorySpace", ["SMEM"], module="jax._src.pallas.mosaic_gpu.core")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "how", "said"),
+    [
+        (tanh, (4,), {}, r"^line {} of .*program \(\).*write jax.numpy"),
+        (bitcast, (4, 4), {}, r"^line {} of .*Bitcast.*index the ref"),
+        (
+            copy,
+            (128,),
+            {"in_specs": [spec(memory_space=MOSAIC.SMEM)]},
+            r"in kernel copy, x lies in .*Mosaic GPU",
+        ),
+    ],
+)
+def test_kernels_that_are_refused_at_their_lines(kernel, shape, how, said):
+    said = said.format(kernel.__code__.co_firstlineno + 1)
+    with pytest.raises(UnsupportedError, match=said) as caught:
+        run(kernel, *arrays(shape), out=shape, **how)
+    assert str(caught.value).count("in program") <= 1
 
 
 def test_jax_is_left_as_it_was_after_an_error():
@@ -835,7 +732,7 @@ def test_an_argument_is_not_changed():
         o_ref[...] = x_ref[...]
 
     x = np.ones(4, np.float32)
-    trace_kernel(functools.partial(called, kernel, out=[((4,), "float32")]), x)
+    run(kernel, x, out=(4,))
 
     np.testing.assert_array_equal(x, np.ones(4))
 

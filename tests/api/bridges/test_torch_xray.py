@@ -19,7 +19,9 @@ from flashsim.torch.watch import in_ranges  # noqa: E402
 pytestmark = pytest.mark.promise("bridges equal their library")
 
 
-def test_each_pass_of_each_call_runs_in_a_range_of_its_own():
+@pytest.fixture
+def log():
+    """Where `opened` notes which ranges begin and end."""
     log = []
 
     @contextmanager
@@ -28,6 +30,11 @@ def test_each_pass_of_each_call_runs_in_a_range_of_its_own():
         yield
         log.append(("end", name))
 
+    return log, opened
+
+
+def test_each_pass_of_each_call_runs_in_a_range_of_its_own(log):
+    log, opened = log
     q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
     with in_ranges(opened) as ranges:
         first, second = sdpa(q, k, v), sdpa(q, k, v, is_causal=True)
@@ -68,22 +75,15 @@ def doubled_if_compiled(score, *_):
 
 
 @pytest.mark.parametrize("way", ["function", "around", "module", "in place"])
-def test_flex_attention_of_compiled_code_runs_compiled_in_its_range(way):
-    q = torch.randn(1, 2, 128, 16)
+def test_flex_attention_of_compiled_code_runs_compiled_in_its_range(way, log):
+    q, (log, opened) = torch.randn(1, 2, 128, 16), log
     given = {"score_mod": doubled_if_compiled}
 
     class Layer(torch.nn.Module):
         def forward(self, x):
             return flex.flex_attention(x, x, x, **given)
 
-    opened = []
-
-    @contextmanager
-    def note(name):
-        opened.append(name)
-        yield
-
-    with in_ranges(note) as ranges:
+    with in_ranges(opened) as ranges:
         if way == "function":
             found = torch.compile(flex.flex_attention, backend="eager")(q, q, q, **given)
         elif way == "around":
@@ -99,8 +99,8 @@ def test_flex_attention_of_compiled_code_runs_compiled_in_its_range(way):
                 layer.compile(backend="eager")
             found = layer(q)
     torch.testing.assert_close(found, sdpa(q, q, q, scale=2 / 4))
-    call, direction = ranges.calls[opened[0]]
-    assert (call.api, direction, len(opened)) == ("flex_attention", "forward", 1)
+    call, direction = ranges.calls[log[0][1]]
+    assert (call.api, direction, len(log)) == ("flex_attention", "forward", 2)
     assert call.notes == ["score_mod: what it computes is not counted"]
 
 
@@ -171,7 +171,7 @@ def test_flex_attention_is_compiled_once_for_the_same_options(monkeypatch):
     assert [way for _, way in ranges.calls.values()].count("forward") == 6
 
 
-def test_the_autograd_function_of_flash_attention_4_is_seen(monkeypatch):
+def test_the_autograd_function_of_flash_attention_4_is_seen(monkeypatch, log):
     """FlashAttention's CuTe kernels are launched by an autograd function, not by an operator."""
 
     class FlashAttnFunc(torch.autograd.Function):
@@ -187,19 +187,14 @@ def test_the_autograd_function_of_flash_attention_4_is_seen(monkeypatch):
             return dout, dout, dout, None, None, None, None
 
     monkeypatch.setattr(FlashAttnFunc, "__module__", "flash_attn.cute.interface")
-    log = []
-
-    @contextmanager
-    def opened(name):
-        log.append(name)
-        yield
-
+    log, opened = log
     q, k, v = (torch.randn(2, 8, 4, 16, requires_grad=True) for _ in range(3))
     with in_ranges(opened) as ranges:
         out, _ = FlashAttnFunc.apply(q, k, v, None, True, (5, 0))
         out.sum().backward()
-    (name, *_), (call, _) = log, next(iter(ranges.calls.values()))
-    assert log == [name, f"{name} backward"]
+    names = [name for what, name in log if what == "begin"]
+    call, _ = next(iter(ranges.calls.values()))
+    assert names == [names[0], f"{names[0]} backward"]
     expected = Problem(8, head_dim=16, batch=2, heads=4, causal=True, window=(5, 0))
     assert call.problem == expected
     with in_ranges(opened) as others:

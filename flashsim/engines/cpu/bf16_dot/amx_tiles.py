@@ -1,4 +1,4 @@
-"""Writes matrix products as AMX tile instructions, and translates these to LLVM IR.
+"""Writes matrix products as AMX tile instructions in LLVM IR.
 
 AMX, Intel's matrix unit, has eight tile registers of 16 rows of 64 bytes: 16 x 16 float32 or 16 x
 32 bfloat16 numbers. For each element (i, j) of tile c, ``TDPBF16PS c, a, b`` adds the dot products
@@ -7,143 +7,71 @@ number, so LLVM neither spills nor moves a tile. Each thread must configure its 
 shapes (`CONFIG`) before the first product.
 """
 
-from itertools import product
-from typing import NamedTuple
-
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.writer import VOID, Code, builder
 
 #: Rows of a tile, and its 32-bit columns: float32 sums, or pairs of bfloat16.
 SIDE = 16
-#: Rows and columns of C's tiles that one program keeps in registers, besides two tiles of A and two
-#: of B.
+#: Rows and columns of C's tiles that one function keeps in registers, besides two tiles of A and
+#: two of B.
 BLOCK = 2
 #: The data that LDTILECFG reads: palette 1, then bytes per row and rows of each of the eight tiles.
 CONFIG = bytes(
     [1, *[0] * 15, *[4 * SIDE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8],
 )
+#: What the names of LLVM's AMX intrinsics begin with.
+INTRINSICS = "llvm.x86."
 
 BYTE = ir.IntType(8)
-
-
-class Zero(NamedTuple):
-    """AMX instruction that fills tile register `tile` with zeros."""
-
-    tile: int
-
-
-class Load(NamedTuple):
-    """AMX instruction that loads a tile register from (`row`, `column`) of the matrix `operand`."""
-
-    tile: int
-    operand: str
-    row: int
-    column: int
-
-
-class Store(NamedTuple):
-    """AMX instruction that stores a tile register to (`row`, `column`) of the matrix `operand`."""
-
-    tile: int
-    operand: str
-    row: int
-    column: int
-
-
-class Dot(NamedTuple):
-    """AMX instruction that adds the product of tile registers `a` and `b` to register `c`."""
-
-    c: int
-    a: int
-    b: int
-
-
-Instruction = Zero | Load | Store | Dot
-
-
-class Program(NamedTuple):
-    """AMX instructions before a loop over bfloat16 pairs, in each iteration, and after the loop.
-
-    Each iteration adds the dot products of 16 pairs to each element of C. The next iteration reads
-    one tile further right in A and one tile further down in B.
-    """
-
-    before: tuple[Instruction, ...]
-    each: tuple[Instruction, ...]
-    after: tuple[Instruction, ...]
-
-
-def program(mode: str, rows: int, columns: int) -> Program:
-    """Return the AMX instructions that compute a block of `rows` x `columns` tiles of C.
-
-    `rows` and `columns` are at most `BLOCK`. `mode` is "set" (C = A B) or "add" (C += A B). The
-    tiles of C have the lowest register numbers; those of A and of B follow.
-    """
-    cells = [
-        (r * columns + c, r, c) for r, c in product(range(rows), range(columns))
-    ]  # (tile, row, column)
-    start: list[Instruction] = [
-        Zero(tile) if mode == "set" else Load(tile, "C", r, c) for tile, r, c in cells
-    ]
-    a, b = rows * columns, rows * columns + rows
-    each: list[Instruction] = []
-    for tile, r, c in cells:  # a tile is fetched where it is first needed
-        if c == 0:
-            each.append(Load(a + r, "A", r, 0))
-        if r == 0:
-            each.append(Load(b + c, "B", 0, c))
-        each.append(Dot(tile, a + r, b + c))
-    return Program(tuple(start), tuple(each), tuple(Store(t, "C", r, c) for t, r, c in cells))
 
 
 @builder("pipipii")
 def build_tiles(
     code: Code, C, ldc, A, lda, B, ldb, n, *, mode: str, rows: int, columns: int
 ) -> None:
-    """Write an LLVM function that computes a block of C by AMX instructions, over n pairs.
+    """Write an LLVM function that computes a block of `rows` x `columns` tiles of C, over n pairs.
 
-    Addresses and leading dimensions refer to 32-bit elements.
+    `rows` and `columns` are at most `BLOCK`. `mode` is "set" (C = A B) or "add" (C += A B).
+    Addresses and leading dimensions refer to 32-bit elements. The tiles of C have the lowest
+    register numbers; those of A and of B follow.
     """
-    base, leading = {"C": C, "A": A, "B": B}, {"C": ldc, "A": lda, "B": ldb}
-    bytes_a_row = {name: code.times(ld, 4) for name, ld in leading.items()}
-    start, each, after = program(mode, rows, columns)
+    cells = [(r * columns + c, r, c) for r in range(rows) for c in range(columns)]
+    first_a, first_b = rows * columns, rows * columns + rows
+    operands = {"C": (C, ldc), "A": (A, lda), "B": (B, ldb)}
+    bytes_a_row = {name: code.times(ld, 4) for name, (_, ld) in operands.items()}
 
-    def address(name: str, row: int, column: int, x):
-        offsets = [code.times(leading[name], SIDE * row), SIDE * column]
-        if name == "A":
-            offsets.append(x)
-        if name == "B":
-            offsets.append(code.b.mul(leading[name], x))
-        at_tile = code.at(base[name], *(o for o in offsets if not isinstance(o, int) or o))
-        return code.b.bitcast(at_tile, BYTE.as_pointer())
+    def move(instruction: str, tile: int, operand: str, row: int, column: int, x=None) -> None:
+        """Emit a load or a store of one tile; the tiles of A and of B are those of pair x."""
+        base, leading = operands[operand]
+        offsets = [code.times(leading, SIDE * row), *[SIDE * column] * (column > 0)]
+        if x is not None:
+            offsets.append(x if operand == "A" else code.b.mul(leading, x))
+        address = code.b.bitcast(code.at(base, *offsets), BYTE.as_pointer())
+        call(code, instruction, ir.Constant(BYTE, tile), address, bytes_a_row[operand])
 
-    def emit(instruction: Instruction, x=None) -> None:
-        numbers = [ir.Constant(BYTE, t) for t in instruction if isinstance(t, int)]
-        if isinstance(instruction, Zero):
-            call(code, "tilezero", *numbers)
-        elif isinstance(instruction, Dot):
-            call(code, "tdpbf16ps", *numbers)
+    def multiply(x, _) -> None:
+        for tile, r, c in cells:  # a tile is loaded where it is first needed
+            a, b = first_a + r, first_b + c
+            if c == 0:
+                move("tileloadd64", a, "A", r, 0, x)
+            if r == 0:
+                move("tileloadd64", b, "B", 0, c, x)
+            call(code, "tdpbf16ps", *(ir.Constant(BYTE, register) for register in (tile, a, b)))
+
+    for tile, r, c in cells:
+        if mode == "set":
+            call(code, "tilezero", ir.Constant(BYTE, tile))
         else:
-            name = instruction.operand
-            at_tile = address(name, instruction.row, instruction.column, x)
-            kind = "tileloadd64" if isinstance(instruction, Load) else "tilestored64"
-            call(code, kind, numbers[0], at_tile, bytes_a_row[name])
-
-    def round_(x, _):
-        for instruction in each:
-            emit(instruction, x)
-
-    for instruction in start:
-        emit(instruction)
-    code.loop(n, [], round_, by=SIDE)
-    for instruction in after:
-        emit(instruction)
+            move("tileloadd64", tile, "C", r, c)
+    code.loop(n, [], multiply, by=SIDE)
+    for tile, r, c in cells:
+        move("tilestored64", tile, "C", r, c)
 
 
 def call(code: Code, name: str, *values) -> None:
     """Emit a call of one of LLVM's AMX intrinsics."""
-    module, full = code.function.module, f"llvm.x86.{name}"
+    module, full = code.function.module, f"{INTRINSICS}{name}"
     if full not in module.globals:
         ir.Function(module, ir.FunctionType(VOID, [v.type for v in values]), full)
     code.b.call(module.globals[full], values)
@@ -151,7 +79,12 @@ def call(code: Code, name: str, *values) -> None:
 
 @builder("p")
 def build_configure(code: Code, _any_array) -> None:
-    """Write the LLVM function that sets a thread's AMX tile shapes, and zeroes the tiles."""
+    """Write the LLVM function that sets a thread's AMX tile shapes, and zeroes the tiles.
+
+    On CPUs without AMX, this function and that of `build_release` do nothing.
+    """
+    if code.block.pairs != "amx":
+        return
     kind = ir.ArrayType(BYTE, len(CONFIG))
     data = ir.GlobalVariable(code.function.module, kind, "flashsim_tiles_config")
     data.global_constant, data.linkage, data.align = True, "internal", len(CONFIG)
@@ -162,4 +95,5 @@ def build_configure(code: Code, _any_array) -> None:
 @builder("p")
 def build_release(code: Code, _any_array) -> None:
     """Write the LLVM function that releases AMX tiles, so that thread switches do not save them."""
-    call(code, "tilerelease")
+    if code.block.pairs == "amx":
+        call(code, "tilerelease")

@@ -6,74 +6,45 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
-from flashsim.engines.cpu.bf16_dot import amx_tiles
-from flashsim.engines.cpu.bf16_dot.amx_tiles import build_tiles
+from flashsim.engines.cpu.bf16_dot.amx_tiles import BLOCK, SIDE, build_tiles
 from flashsim.engines.cpu.micro_kernels.codegen import build_product
 from flashsim.engines.cpu.micro_kernels.exponential import SLACK
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode, pair_builder
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import INT, Code, builder
+from flashsim.engines.cpu.micro_kernels.writer import INT
 
 
 def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
     """Write the vector or AMX code of `plain.product_set` or `plain.product_add`."""
-    build = PRODUCTS[block.pairs] if block.pairs else build_product
-    return build(module, block, itemsize, mode=mode)
+    builders = {"": build_product, "amx": build_tile_product, "vdpbf16ps": build_vector_product}
+    return builders[block.pairs](module, block, itemsize, mode=mode)
 
 
 @pair_builder("pipiipiii")
-def build_vector_product(
-    code: PairCode, C, ldc, A, row, _step, *rest, mode: str, writer: type[Code] = PairCode
-) -> None:
+def build_vector_product(code: PairCode, C, ldc, A, row, _step, *rest, mode: str) -> None:
     """Write the vector code of a matrix product whose elements are bfloat16 pairs."""
-    whole = build_product(*code.target, mode=mode, writer=writer)
+    whole = build_product(*code.target, mode=mode, writer=PairCode)
     code.b.call(whole, [C, ldc, A, row, ir.Constant(INT, 1), *rest])
 
 
 @pair_builder("pipiipiii")
 def build_tile_product(
-    code: PairCode, C, ldc, A, row, _step, B, ldb, rows, n, *, mode: str, lower=build_tiles
+    code: PairCode, C, ldc, A, row, _step, B, ldb, rows, n, *, mode: str
 ) -> None:
     """Write AMX code for a matrix product C = A B, with up to 2 x 2 tiles of C at once."""
-    b, columns = code.b, code.width // amx_tiles.SIDE
-    steps = [(at, min(amx_tiles.BLOCK, columns - at)) for at in range(0, columns, amx_tiles.BLOCK)]
+    b, columns = code.b, code.width // SIDE
+    steps = [(at, min(BLOCK, columns - at)) for at in range(0, columns, BLOCK)]
 
     def blocks(first, height: int) -> None:
         for at, width in steps:
-            step = lower(*code.target, mode=mode, rows=height, columns=width)
-            c = code.at(C, b.mul(first, ldc), amx_tiles.SIDE * at)
-            a, right = code.at(A, b.mul(first, row)), code.at(B, amx_tiles.SIDE * at)
+            step = build_tiles(*code.target, mode=mode, rows=height, columns=width)
+            c = code.at(C, b.mul(first, ldc), SIDE * at)
+            a, right = code.at(A, b.mul(first, row)), code.at(B, SIDE * at)
             b.call(step, [c, ldc, a, row, right, ldb, n])
 
-    side, block = amx_tiles.SIDE, amx_tiles.BLOCK
-    code.loop(rows, [], lambda r, _: blocks(r, block), by=block * side)
-    left = b.and_(rows, ir.Constant(INT, side))
-    code.loop(left, [], lambda *_: blocks(b.sub(rows, left), 1), by=side)
-
-
-#: The builders of products, by `Blocking.pairs`.
-PRODUCTS: dict[str, Callable] = {"vdpbf16ps": build_vector_product, "amx": build_tile_product}
-
-
-def build_configure(module: ir.Module, block: Blocking, itemsize: int):
-    """Write the LLVM function that configures AMX tiles; for other CPUs, it does nothing."""
-    return TILES.get(block.pairs, (_nothing, _nothing))[0](module, block, itemsize)
-
-
-def build_release(module: ir.Module, block: Blocking, itemsize: int):
-    """Write the LLVM function that releases AMX tiles; for other CPUs, it does nothing."""
-    return TILES.get(block.pairs, (_nothing, _nothing))[1](module, block, itemsize)
-
-
-@builder("p")
-def _nothing(code: Code, _any_array) -> None:
-    """Write an LLVM function that does nothing, for CPUs without AMX tiles."""
-
-
-#: The code that a thread runs before its first tile and after its last tile.
-TILES: dict[str, tuple[Callable, Callable]] = {
-    "amx": (amx_tiles.build_configure, amx_tiles.build_release)
-}
+    code.loop(rows, [], lambda r, _: blocks(r, BLOCK), by=BLOCK * SIDE)
+    left = b.and_(rows, ir.Constant(INT, SIDE))
+    code.loop(left, [], lambda *_: blocks(b.sub(rows, left), 1), by=SIDE)
 
 
 @pair_builder("pippppp")

@@ -8,13 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot import operations
 from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
-from flashsim.engines.cpu.bf16_dot.operations import (
-    copy_pairs,
-    transpose_columns,
-    transpose_panel,
-    transpose_rows,
-)
 from flashsim.engines.cpu.micro_kernels.plain import bits_of
 from flashsim.engines.cpu.primitives.arrays import rest
 from flashsim.engines.cpu.primitives.inline_jit import hot_part, part
@@ -53,12 +48,13 @@ def pair_at(X, at, step, count):
     return pair
 
 
+@part
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
     """Copy rows of X to the rows of a left operand; two neighbours in a row of X form a pair."""
     row, begin = pair_tiles_of(d), 0
     out = rest(room, first * row)
     if d == 2 * row:  # whole tiles
-        copy_pairs(cpu, out, 0, row, X, x0, n, row)
+        operations.copy_pairs(cpu, out, 0, row, X, x0, n, row)
         begin = n
     for r in range(begin, tiles_of(n)):
         for x in range(row):
@@ -71,7 +67,7 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     """Copy columns of X to the rows of a left operand; two neighbours in a column form a pair."""
     out, full, begin = rest(room, first // 2), n // 2, 0
     if n == 2 * block and d % SIDE == 0:  # whole tiles
-        transpose_columns(cpu, out, 0, row, X, x0, d, block, d)
+        operations.transpose_columns(cpu, out, 0, row, X, x0, d, block, d)
         begin = d
     for x in range(begin, d):
         to = x * row
@@ -86,11 +82,13 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     return Left(room, 0, row, 1)
 
 
+@part
 def turned(cpu, left, room, row, X, x0, n, d):
     """Pack the columns of X as a left operand; two neighbours in a column form a pair."""
     return left_of_columns(cpu, room, 0, row, row, X, x0, n, d, None)
 
 
+@part
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
     """Copy rows of X to lanes of panels, as a right operand for a sum over d.
 
@@ -102,7 +100,9 @@ def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
         begin = 0
         if 2 * pairs == d:  # whole tiles
             begin = min(w, n - p * w) // SIDE * SIDE
-            transpose_rows(cpu, panels, p * pairs * w, X, x0 + p * w * d, d, begin, pairs)
+            operations.transpose_rows(
+                cpu, panels, p * pairs * w, X, x0 + p * w * d, d, begin, pairs
+            )
         for c in range(begin, w):
             r, to = p * w + c, p * pairs * w + c
             for x in range(pairs):
@@ -110,6 +110,7 @@ def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
                 panels[to + x * w] = pair_at(X, x0 + r * d + 2 * x, 1, count)
 
 
+@part
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
     """Copy columns of X to `stride` lanes of a right operand, for a sum over the rows of X."""
     for r in range(pair_tiles_of(n)):
@@ -118,6 +119,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
             out[r * stride + x] = pair_at(X, x0 + 2 * r * d + x, d, count)
 
 
+@part
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
     """Write lanes of panels to rows of X, each times a factor and rounded to bfloat16."""
     for r in range(0, n, cpu.width):
@@ -136,7 +138,7 @@ def unpack_bits(cpu, panel, X, x0, n, d, factors):
     begin = 0
     if d % SIDE == 0:  # whole tiles
         begin = n // SIDE * SIDE
-        transpose_panel(cpu, panel, 0, X, x0, d, factors, 0, begin, d)
+        operations.transpose_panel(cpu, panel, 0, X, x0, d, factors, 0, begin, d)
     for row in range(begin, n):
         for x in range(d):
             X[x0 + row * d + x] = np.uint16(bits_of(panel[x * cpu.width + row] * factors[row]))

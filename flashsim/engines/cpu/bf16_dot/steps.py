@@ -2,20 +2,14 @@
 
 import numpy as np
 
-from flashsim.engines.cpu.bf16_dot.operations import (
-    add_scaled,
-    online_softmax_pairs,
-    pairs_of_lanes,
-    pairs_of_rows,
-    scale_lanes,
-    scale_panel,
-)
+from flashsim.engines.cpu.bf16_dot import operations
 from flashsim.engines.cpu.bf16_dot.packing import pair_tiles_of, tiles_of
 from flashsim.engines.cpu.micro_kernels.plain import product_add, product_set
 from flashsim.engines.cpu.primitives.arrays import rest
 from flashsim.engines.cpu.primitives.inline_jit import part
 
 
+@part
 def scaled(cpu, S, rows, plain, scales):
     """Return the factor by which the softmax must multiply the scores S, as an array.
 
@@ -25,27 +19,29 @@ def scaled(cpu, S, rows, plain, scales):
     """
     if plain and scales[0] >= 0:
         return scales
-    scale_panel(cpu, S, 0, cpu.width, rows, scales)
+    operations.scale_panel(cpu, S, 0, cpu.width, rows, scales)
     return rest(scales, 1)
 
 
+@part
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
     """Round a panel to a right operand of pairs; return its array, offset and stride."""
-    pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
+    operations.pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
     clear_pairs(cpu, P, 0, rows)
     return P, 0, cpu.width
 
 
+@part
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
     """Compute P from scores, and keep P until `weigh` multiplies it by V (see `operands`)."""
     O, m, l, alpha = sums
     w, (begin, end), start, o_rows = cpu.width, waiting, key // 2, tiles_of(dv)
-    online_softmax_pairs(cpu, S, 0, rows, m, l, alpha, panel * w, scale, P, start * w)
+    operations.online_softmax_pairs(cpu, S, 0, rows, m, l, alpha, panel * w, scale, P, start * w)
     clear_pairs(cpu, P, start * w, rows)
     if end != start or moved(cpu, alpha, panel * w):
         weigh(cpu, O, P, V, panel, dv, (begin, end))
         begin = start
-        scale_lanes(cpu, O, panel * o_rows * w, w, o_rows, alpha, panel * w)
+        operations.scale_lanes(cpu, O, panel * o_rows * w, w, o_rows, alpha, panel * w)
     return begin, start + pair_tiles_of(rows)
 
 
@@ -77,11 +73,13 @@ def clear_pairs(cpu, P, p0, rows):
         P[at] = 0
 
 
+@part
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
     """Store dS as a left operand, rounded to bfloat16; two neighbouring lanes form a pair."""
-    pairs_of_lanes(cpu, dS, s0, ld, rows, left, s0 // 2, row)
+    operations.pairs_of_lanes(cpu, dS, s0, ld, rows, left, s0 // 2, row)
 
 
+@part
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
     """Compute dS K without the scale, before this thread's turn to add to dQ."""
     for x in range(0, padded, cpu.width):
@@ -91,7 +89,8 @@ def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
         )
 
 
+@part
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scales, is_last, counter):
     """Add the scale times dS K, which `prepare_dq` has computed, to dQ."""
     for x in range(0, padded, cpu.width):
-        add_scaled(cpu, dq, to + x, part_dq, x, padded, rows, scales)
+        operations.add_scaled(cpu, dq, to + x, part_dq, x, padded, rows, scales)

@@ -8,11 +8,10 @@ or columns.
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
+from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE, build_tiles
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16
 from flashsim.engines.cpu.micro_kernels.kv_stream import (
     HEADS,
-    TILED,
     Stretch,
     in_blocks,
     lanes_below,
@@ -64,7 +63,7 @@ def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) 
     room, scores = _scratch(code, code.times(pairs, KEYS)), _scratch(code, (KEYS + 1) * SIDE)
     # The last block of rows overlaps with the block before it.
     last = b.select(enough, b.sub(rows, most), zero)
-    product = TILED[code.pairs](*code.target, mode="set", rows=KEYS // SIDE, columns=1)
+    product = build_tiles(*code.target, mode="set", rows=KEYS // SIDE, columns=1)
 
     def turned_over(r, h, count: int) -> None:
         """Emit code that transposes the scores of up to 4 heads, and stores one row per head."""
@@ -115,7 +114,7 @@ def weigh_in_tiles(code: PairCode, O, ldo, P, ldp, V, v0, dv, keys, _heads) -> N
     sides = b.sdiv(ir.Constant(INT, MERGED // SIDE), ldo)
     most = code.times(b.select(b.icmp_signed(">", sides, one), sides, one), SIDE)
     merged = _scratch(code, b.mul(most, ldo))
-    product = TILED[code.pairs](*code.target, mode="add", rows=1, columns=NUMBERS // SIDE)
+    product = build_tiles(*code.target, mode="add", rows=1, columns=NUMBERS // SIDE)
 
     def chunk(r0) -> None:
         """Emit code that multiplies P by up to ``2 * most`` rows of V, from row r0 on."""

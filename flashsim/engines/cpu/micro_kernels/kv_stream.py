@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.bf16_dot import amx_tiles
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, SHORT, as_floats
-from flashsim.engines.cpu.micro_kernels.pair_writer import WRITERS, PairCode
+from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code, builder
 
@@ -15,8 +14,6 @@ from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code, builder
 #: at each page of 4 KiB, and when a kernel goes from K to V. Data is prefetched into the L1 cache,
 #: except on AMD's CPUs, which allow few outstanding lines to L1, and more to L2.
 AHEAD = 8 << 10
-#: The functions that write a product of AMX tiles, by `Blocking.pairs`.
-TILED: dict[str, Callable] = {"amx": amx_tiles.build_tiles}
 #: The number of keys, and of heads, whose dot products are computed together.
 KEYS = HEADS = 4
 #: Keys after which a product continues with other heads or columns, so that rows stay in the cache.
@@ -70,13 +67,13 @@ def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
     """Return a decorator, similar to `builder`, for code that depends on the `kind` of K and V."""
 
     def writer(block: Blocking, kind: int | None) -> type[Code]:
-        return WRITERS[block.pairs] if block.pairs and kind == BFLOAT16 else Code
+        return PairCode if block.pairs and kind == BFLOAT16 else Code
 
     def decorate(body: Callable[..., None]) -> Callable[..., ir.Function]:
         of_vectors = builder(args, writer)(body)
 
         def build(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-            if of_tiles and kind == BFLOAT16 and block.pairs in TILED:
+            if of_tiles and kind == BFLOAT16 and block.pairs == "amx":
                 return of_tiles(module, block, itemsize)
             return of_vectors(module, block, itemsize, kind=kind)
 

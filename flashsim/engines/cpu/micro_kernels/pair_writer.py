@@ -12,8 +12,6 @@ from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import Code, builder
 
 WORD = ir.IntType(32)
-#: Whether a CPU has AVX512-BF16, which rounds to bfloat16 in hardware, by `Blocking.pairs`.
-NATIVE = {"vdpbf16ps": True, "amx": True}
 
 
 class PairCode(Code):
@@ -24,7 +22,7 @@ class PairCode(Code):
     ) -> None:
         del itemsize  # of the caller's first array, which may have 16-bit numbers
         super().__init__(module, f"{block.pairs}_{name}", block, 4, args)
-        self.pairs, self.native = block.pairs, NATIVE.get(block.pairs, False)
+        self.native = block.native
 
     def step(self, left, right, total):
         """Add each lane's dot product of the pairs in `left` and `right` to `total`."""
@@ -100,7 +98,3 @@ class PairCode(Code):
 def pair_builder(args: str) -> Callable:
     """Return the decorator `writer.builder(args)` for functions over bfloat16 pairs."""
     return builder(args, lambda *_, **__: PairCode)
-
-
-#: The classes that write code over pairs, by `Blocking.pairs`.
-WRITERS: dict[str, type[PairCode]] = dict.fromkeys(NATIVE, PairCode)

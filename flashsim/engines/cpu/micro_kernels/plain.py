@@ -14,24 +14,8 @@ selects vector or plain code; tests compare both.
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot.codegen import build_any_product
-from flashsim.engines.cpu.micro_kernels.codegen import (
-    build_grad_scores,
-    build_online_softmax,
-    build_product,
-    build_soft_cap,
-    build_transpose,
-)
-from flashsim.engines.cpu.micro_kernels.decode_gemv import (
-    build_dots,
-    build_softmax_along,
-    build_weigh,
-)
+from flashsim.engines.cpu.micro_kernels import codegen, decode_gemv, float16
 from flashsim.engines.cpu.micro_kernels.decode_gemv_bf16 import build_side_by_side
-from flashsim.engines.cpu.micro_kernels.float16 import (
-    BFLOAT16,
-    build_convert,
-    build_round,
-)
 from flashsim.engines.cpu.micro_kernels.vector import operation, operation_by_kind
 from flashsim.engines.cpu.primitives.inline_jit import part
 
@@ -64,7 +48,7 @@ def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
             C[c0 + r * ldc + c] = total
 
 
-@operation("a o0 i a o1 i i a o2 i i i a o3", build_product, mode="rescale")
+@operation("a o0 i a o1 i i a o2 i i i a o3", codegen.build_product, mode="rescale")
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
     """Compute C = alpha C + A B, where each lane of C has one alpha."""
     for r in range(rows):
@@ -75,7 +59,7 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
             C[c0 + r * ldc + c] = total
 
 
-@operation("a o0 i a a a o1,2,3", build_online_softmax)
+@operation("a o0 i a a a o1,2,3", codegen.build_online_softmax)
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """Run one online-softmax step in each lane: replace S by P, and update m, l and alpha.
 
@@ -101,7 +85,7 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
         l[at + c] = alpha[at + c] * l[at + c] + (even + odd)
 
 
-@operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
+@operation("a o0 a o1 i i a a o2,3", codegen.build_grad_scores, by_row=True)
 def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
     """Replace S by P = exp(S - L) and dP by dS = P (dP - delta), with one L and delta per row."""
     log2e = S.dtype.type(LOG2E)
@@ -112,7 +96,7 @@ def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
             dP[d0 + r * ld + c] = p * (dP[d0 + r * ld + c] - delta[l0 + r])
 
 
-@operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
+@operation("a o0 a o1 i i a a o2,3", codegen.build_grad_scores, by_row=False)
 def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
     """Replace S by P = exp(S - L) and dP by dS = P (dP - delta), with one L and delta per lane."""
     log2e = S.dtype.type(LOG2E)
@@ -123,7 +107,7 @@ def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
             dP[d0 + r * ld + c] = p * (dP[d0 + r * ld + c] - delta[l0 + c])
 
 
-@operation("a o0 i i a", build_soft_cap, gated=False)
+@operation("a o0 i i a", codegen.build_soft_cap, gated=False)
 def soft_cap(cpu, S, s0, ld, rows, c):
     """Replace S by c tanh(S / c), where the softcap c is ``c[0]``."""
     for r in range(rows):
@@ -131,7 +115,7 @@ def soft_cap(cpu, S, s0, ld, rows, c):
             S[at] = c[0] * np.tanh(S[at] / c[0])
 
 
-@operation("a o0 i i a a o2", build_soft_cap, gated=True)
+@operation("a o0 i i a a o2", codegen.build_soft_cap, gated=True)
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
     """Replace S by c tanh(S / c), and write the derivative, 1 - tanh^2, to `gate` in S's layout."""
     for r in range(rows):
@@ -150,7 +134,7 @@ def side_by_side(cpu, Q, ld, rows, kind):
     """
 
 
-@operation_by_kind("a i a i i a o2 i i i a", build_dots)
+@operation_by_kind("a i a i i a o2 i i i a", decode_gemv.build_dots)
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """Compute S (heads, rows) = factor[0] Q K^T, from Q (heads, d) and K (rows, d).
 
@@ -166,7 +150,7 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
             S[h * ld + r] = factor[0] * total
 
 
-@operation_by_kind("a i i i a a a o1,2,3", build_softmax_along)
+@operation_by_kind("a i i i a a a o1,2,3", decode_gemv.build_softmax_along)
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
     """Run one step of the online softmax along the rows of S (heads, n), one row per head.
 
@@ -191,7 +175,7 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
         l[at + h] = alpha[at + h] * l[at + h] + total
 
 
-@operation_by_kind("a o0 i a i a i i i i", build_weigh)
+@operation_by_kind("a o0 i a i a i i i i", decode_gemv.build_weigh)
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
     """Compute O (heads, dv) += P V, from P (heads, keys) of `softmax_along` and V (keys, dv).
 
@@ -206,7 +190,7 @@ def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
             O[o0 + h * ldo + x] += total
 
 
-@operation("a a o1 i i i a", build_transpose, out=False)
+@operation("a a o1 i i i a", codegen.build_transpose, out=False)
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
     """Transpose `cols` columns of X (rows, d) into panels, times a factor per row (see `pack`)."""
     w = cpu.width
@@ -215,7 +199,7 @@ def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
             panels[(row // w * d + x) * w + row % w] = X[x0 + row * d + x] * factors[row]
 
 
-@operation("a a o1 i i i a", build_transpose, out=True)
+@operation("a a o1 i i i a", codegen.build_transpose, out=True)
 def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
     """Transpose panels back into rows of X: the reverse of `transpose_in`."""
     w = cpu.width
@@ -224,7 +208,7 @@ def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
             X[x0 + row * d + x] = panels[(row // w * d + x) * w + row % w] * factors[row]
 
 
-@operation_by_kind("a o0 i i", build_round)
+@operation_by_kind("a o0 i i", float16.build_round)
 def round_panel(cpu, X, x0, ld, rows, kind):
     """Round each number of a panel to the inputs' 16-bit type, if any, and store it as float32.
 
@@ -237,24 +221,26 @@ def round_panel(cpu, X, x0, ld, rows, kind):
             X[at] = rounded_number(X[at], kind)
 
 
-@operation_by_kind("a o0 a i i", build_convert, narrow=False)
+@operation_by_kind("a o0 a i i", float16.build_convert, narrow=False)
 def widen(cpu, floats, f0, halves, h0, n, kind):
     """Convert n 16-bit numbers (BFLOAT16 or FLOAT16) exactly to floats."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = number_of(bits[h0 + i])
-        if kind != BFLOAT16:
+        if kind != float16.BFLOAT16:
             value = _number_of_float16(np.uint32(bits[h0 + i]))
         floats[f0 + i] = value
 
 
-@operation_by_kind("a o0 a i i", build_convert, narrow=True)
+@operation_by_kind("a o0 a i i", float16.build_convert, narrow=True)
 def narrow(cpu, floats, f0, halves, h0, n, kind):
     """Round n floats to 16-bit numbers, ties to even; in float16, large ones become infinity."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = np.float32(floats[f0 + i])
-        bits[h0 + i] = np.uint16(bits_of(value) if kind == BFLOAT16 else _bits_of_float16(value))
+        bits[h0 + i] = np.uint16(
+            bits_of(value) if kind == float16.BFLOAT16 else _bits_of_float16(value)
+        )
 
 
 @part
@@ -263,13 +249,13 @@ def number_at(X, i, kind):
     if kind is None:
         return X[i]
     bits = X.view(np.uint16)[i]
-    return number_of(bits) if kind == BFLOAT16 else _number_of_float16(np.uint32(bits))
+    return number_of(bits) if kind == float16.BFLOAT16 else _number_of_float16(np.uint32(bits))
 
 
 @part
 def rounded_number(x, kind):
     """Round a float to a 16-bit type, and return the result as a float."""
-    if kind == BFLOAT16:
+    if kind == float16.BFLOAT16:
         return number_of(bits_of(x))
     return _number_of_float16(_bits_of_float16(x))
 

@@ -27,18 +27,14 @@ from flashsim.engines.cpu.micro_kernels import amx
 ROWS = 6
 
 #: The kinds of code. Each is a type with the field `width`: the number of lanes of a panel.
-#: `Plain` is for any CPU: Numba compiles the definitions in `plain.py`. A kind whose name ends in
-#: "Narrow" has panels as wide as one register, for the decode kernel.
+#: `Plain` is for any CPU: Numba compiles the definitions in `plain.py`.
 Plain = namedtuple("Plain", "width")
 Avx2 = namedtuple("Avx2", "width")  # x86 with AVX2 and FMA: 16 registers of 32 B
 Avx512 = namedtuple("Avx512", "width")  # x86 with AVX-512: 32 registers of 64 B
 Avx512Bf16 = namedtuple("Avx512Bf16", "width")  # also has dot products of bfloat16 pairs
 Amx = namedtuple("Amx", "width")  # also has eight AMX tile registers of 16 x 64 B
 Neon = namedtuple("Neon", "width")  # 64-bit ARM: 32 registers of 16 B
-Avx2Narrow = namedtuple("Avx2Narrow", "width")
-Avx512Narrow = namedtuple("Avx512Narrow", "width")
-NeonNarrow = namedtuple("NeonNarrow", "width")
-Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon | Avx2Narrow | Avx512Narrow | NeonNarrow
+Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon
 
 
 class Blocking(NamedTuple):
@@ -46,13 +42,15 @@ class Blocking(NamedTuple):
 
     `register` is the size of a vector register in bytes, and `vecs` the number of registers per row
     of a panel. With `prefetch`, products prefetch their next data (docs/notebooks/cpu.md). `pairs`
-    is the method for bfloat16 pairs (a key of `bf16_dot.codegen.PRODUCTS`), or "" for floats.
+    is the method for bfloat16 pairs ("amx" or "vdpbf16ps"), or "" for floats. `native` says whether
+    the CPU rounds to pairs in hardware; only emulated CPUs do not.
     """
 
     register: int
     vecs: int
     prefetch: bool = False
     pairs: str = ""
+    native: bool = True
 
     def lanes(self, itemsize: int) -> int:
         """Return how many elements of `itemsize` bytes one register holds."""
@@ -66,19 +64,6 @@ BLOCKING: dict[type, Blocking] = {
     Amx: Blocking(64, 4, pairs="amx"),
     Neon: Blocking(16, 4),
     Plain: Blocking(4, 1),
-    Avx2Narrow: Blocking(32, 1),
-    Avx512Narrow: Blocking(64, 1),
-    NeonNarrow: Blocking(16, 1),
-}
-
-#: The kind of code with panels of one register, for the same CPU.
-NARROW: dict[type[Cpu], type[Cpu]] = {
-    Avx2: Avx2Narrow,
-    Avx512: Avx512Narrow,
-    Avx512Bf16: Avx512Narrow,
-    Amx: Avx512Narrow,
-    Neon: NeonNarrow,
-    Plain: Plain,
 }
 
 _BF16 = ("avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512bf16")
@@ -95,13 +80,6 @@ def best(dtype: str, *, plain: bool = False) -> Cpu:
     block = BLOCKING[Neon if kind is Plain else kind]
     width = block.lanes(np.dtype(dtype).itemsize) * block.vecs
     return (Plain if plain else kind)(width)
-
-
-def narrow(cpu: Cpu, dtype: str) -> Cpu:
-    """Return the variant of `cpu` whose panel rows fill one register."""
-    kind = NARROW[type(cpu)]
-    block = BLOCKING[NeonNarrow if kind is Plain else kind]
-    return kind(block.lanes(np.dtype(dtype).itemsize))
 
 
 #: The LLVM features that each kind of code needs, widest registers first. A feature needs those
