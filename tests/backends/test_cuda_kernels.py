@@ -363,7 +363,5 @@ def test_tf32_runs_wherever_its_tiles_fit(head_dim, arch, direction):
     family = cupy_engine._family(job, gpu, direction)
     small = head_dim == 256 and direction == "backward" and gpu.shared_bytes < 100 * KIB
     assert family is (PORTABLE if small else TF32)  # a row of K, V, Q, dO has 4 KiB
-    given = (p, None, gpu, "ascending", "")
-    made = family.forward_passes if direction == "forward" else family.backward_passes
-    for one in made(*given, *(["flash2"] if direction == "backward" else [])):
+    for one in passes_of(family, p, "flash2" if direction == "backward" else "", gpu=gpu):
         assert one.kernel.shared_bytes <= gpu.shared_bytes

@@ -29,6 +29,7 @@ from compiled import compares_maxima, compiled, errors, some, thorough
 from cupy_checks import ROOMY, budget, check_lse, hardware_tanh, make
 from decode_cases import Case
 from gpus import H200
+from test_hopper_kernels import check
 
 pytestmark = pytest.mark.promise("twice plain attention's error", "kernels compile")
 
@@ -612,15 +613,7 @@ def test_registers_and_products(case):
     name, d = case
     forward, backward = VARIANTS[name][1]
     for kernel in kernels_of(name, d):
-        log, cubin = compiled(kernel, kernel.options)
-        assert cubin, log
-        for words in ("warning", "serialized", "wait is injected"):
-            assert words not in log, log
-        spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
-        limit = forward if kernel.name == "hopper_forward" else backward
-        assert spilled <= limit, (kernel.name, spilled)
-        registers = int(re.search(r"Used (\d+) registers", log)[1])
-        assert registers * kernel.threads <= 65_536
+        check(kernel, forward if kernel.name == "hopper_forward" else backward)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

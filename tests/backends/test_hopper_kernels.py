@@ -19,6 +19,7 @@ from compiled import (
     loads_under_the_last_products,
     some,
     source,
+    usage,
 )
 from gpus import A100, H200, ODD, passes_of
 
@@ -92,10 +93,9 @@ def check(kernel, limit):
     assert "serialized" not in log, "ptxas could not keep wgmma asynchronous"
     assert "wait is injected" not in log, "ptxas waits between products where we do not"
     assert "warning" not in log
-    stack, spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
-    assert int(spilled) <= limit, kernel
-    assert int(stack) <= limit, "an array lives in local memory"
-    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    registers, stack, spilled = usage(log)
+    assert spilled <= limit, kernel
+    assert stack <= limit, "an array lives in local memory"
     assert registers * kernel.threads <= 65_536
 
 

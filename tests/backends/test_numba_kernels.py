@@ -20,8 +20,9 @@ from compiled import (
     kernels_only,
     loads_under_the_last_products,
     thorough,
+    usage,
 )
-from gpus import A100, H200, ODD, passes_of
+from gpus import A100, H200, ODD, kernel_of, passes_of
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -64,13 +65,6 @@ def kernels(problem, gpu, report=""):
     return sorted({one.kernel for some in every for one in some}, key=repr)
 
 
-def resources(log):
-    """Registers, stack bytes and spilled bytes, from the assembler's report."""
-    stack, stores = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
-    registers = re.search(r"Used (\d+) registers", log)[1]
-    return int(registers), int(stack), int(stores)
-
-
 #: Head dimensions make the kernels differ most: one more GPU each, as compiling takes long.
 WIDTHS = {
     ("bf16 64", "sm_90a"): Problem(512, 512, 64, heads=2, dtype="bfloat16"),
@@ -88,7 +82,7 @@ def check(kernel, arch, limit, report=""):
     assert ("red.global.add.u32" in text) == bool(report)  # compiled in only where asked for
     assert ("%clock64" in text) == (report == "timeline")
     _, log = compiler.assemble(text, GPUS[arch].compute_capability)
-    registers, stack, spilled = resources(log)
+    registers, stack, spilled = usage(log)
     assert registers <= 65536 // kernel.threads
     assert spilled <= limit, (kernel, log)
     assert stack <= -(-spilled // 8) * 8  # nothing but spills; a frame is a multiple of 8
@@ -129,9 +123,7 @@ def test_other_head_dims_assemble_in_registers(name, arch):
     [kernels_only("fused", "counts"), thorough("forward", "counts"), thorough("fused", "timeline")],
 )
 def test_kernels_that_report_assemble_in_registers(stage, report):
-    algorithm = "" if stage == "forward" else "flash2-fused"
-    made = passes_of(TENSOR, PROBLEMS["bf16 128 causal"], algorithm, report=report)
-    (kernel,) = (one.kernel for one in made if one.stage.name == stage)
+    kernel = kernel_of(TENSOR, PROBLEMS["bf16 128 causal"], stage, report=report)
     check(kernel, "sm_90a", REPORT_SPILL_BYTES, report)
 
 
@@ -166,13 +158,9 @@ def hopper_kernel(problem, report="", stage="forward"):
     """The kernel of a stage; "in order" is the fused one that adds to dQ so, "deferred" the one
     that computes it a visit later."""
     family = Deferring(**vars(HOPPER), deferred=stage in ("deferred", "in order"))
-    if stage == "forward":
-        made = passes_of(family, problem, report=report)
-    else:
-        algorithm = "flash2" if stage in ("dkdv", "dq") else "flash2-fused"
-        made = passes_of(family, problem, algorithm, report=report, ordered=stage == "in order")
+    ordered = {"ordered": True} if stage == "in order" else {}
     name = "fused" if stage in FUSED else stage
-    (kernel,) = (one.kernel for one in made if one.stage.name == name)
+    kernel = kernel_of(family, problem, name, report=report, **ordered)
     assert dict(kernel.constants).get("FS_DEFERRED", 0) == (stage == "deferred")
     return kernel
 
@@ -263,8 +251,7 @@ def check_overlap(kernel, text, *, lets):
 @pytest.mark.parametrize("stage", ["delta", "convert"])
 def test_row_wise_kernels_wait_before_they_touch_anything(stage):
     for family, overlaps in ((HOPPER, True), (TENSOR, False)):
-        made = passes_of(family, PROBLEMS["bf16 128 causal"], "flash2-fused")
-        (kernel,) = (x.kernel for x in made if x.stage.name == stage)
+        kernel = kernel_of(family, PROBLEMS["bf16 128 causal"], stage)
         text = compiled(kernel)
         if overlaps:
             check_overlap(kernel, text, lets=stage in LETS_OTHERS_START)
@@ -296,7 +283,7 @@ def check_hopper(kernel, text, groups, limit):
     check_groups(text, groups)
     log, _ = ptxas(text)
     assert "C75" not in log, log  # C7504: setmaxnreg is ignored; C7509 ...: wgmma is serialised
-    registers, stack, spilled = resources(log)
+    registers, stack, spilled = usage(log)
     assert registers * kernel.threads <= 65536
     # Stamps take more registers than the producer has; what they cost is theirs.
     assert max(stack, spilled) <= limit
@@ -839,7 +826,7 @@ def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
             *(function, types.void(*signature)), device=False, abi="numba", cc=cc, output="ptx"
         )
         _, log = compiler.assemble(text, cc)
-        _, stack, spilled = resources(log)
+        _, stack, spilled = usage(log)
         assert (stack, spilled) == (0, 0), name
         used[name] = sum(map(int, re.findall(r"\.shared .*\[(\d+)\];", text)))
     tiling = Tiling(16, 8)

@@ -26,3 +26,11 @@ def passes_of(family, problem, algorithm="", *, tiling=None, gpu=H200, report=""
     if not algorithm:
         return family.forward_passes(*given, **more)
     return family.backward_passes(*given, algorithm, **more)
+
+
+def kernel_of(family, problem, stage, **how):
+    """Return a stage's kernel, of the fused backward if that has such a stage."""
+    algorithm = {"forward": "", "dkdv": "flash2", "dq": "flash2"}.get(stage, "flash2-fused")
+    made = passes_of(family, problem, algorithm, **how)
+    (kernel,) = (one.kernel for one in made if one.stage.name == stage)
+    return kernel
