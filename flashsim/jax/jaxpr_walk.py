@@ -16,7 +16,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,8 +26,7 @@ from flashsim.errors import FlashSimError, UnsupportedError
 from flashsim.jax.loop_names import carried_names
 from flashsim.jax.refs import Lanes, Ref, locate, uninitialized
 
-if TYPE_CHECKING:
-    from flashsim.jax.pallas import PallasNotes
+PallasNotes = Any  # `pallas.PallasNotes`, whose module imports this one
 
 #: Primitives that only call one jaxpr, and the parameters that may hold it.
 CALLS = {

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import numpy as np
@@ -26,8 +26,7 @@ from flashsim.jax.jaxpr_walk import SourceLine, Walker, scratch, source_line
 from flashsim.jax.live_values import most_live
 from flashsim.jax.refs import HbmTensor, Lanes, Ref, locate, uninitialized
 
-if TYPE_CHECKING:
-    from flashsim.jax.pallas import PallasNotes
+PallasNotes = Any  # `pallas.PallasNotes`, whose module imports this one
 
 Model = Literal["gpu", "tpu"]
 
