@@ -328,7 +328,7 @@ class PallasNotes:
 
     def _on_chip(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
         """Add a note if an on-chip access, which moves no HBM bytes, exceeds the buffer."""
-        outside = 0 if lanes.all_inside else reached(lanes, kept)[2]
+        outside = 0 if lanes.index is not None else reached(lanes, kept)[2]
         if outside:
             self.recorder.note(
                 f"{where}: a {kind} of {lanes.ref.name} accesses {outside} elements outside of its "
@@ -359,7 +359,7 @@ def reached(lanes: Lanes, kept: np.ndarray | None) -> tuple[np.ndarray, int, int
         step *= size
     offsets = np.broadcast_to(total, lanes.shape)
     masked = 0 if kept is None else int(kept.size - np.count_nonzero(kept))
-    if not lanes.all_inside:
+    if lanes.index is None:
         kept = lanes.inside(kept)
     active = offsets.ravel() if kept is None else offsets[kept]
     return active, masked, offsets.size - masked - active.size

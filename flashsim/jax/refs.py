@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,21 +60,14 @@ class Lanes:
     """The array elements that one load or store accesses, one lane per element.
 
     `at` has the lanes' indices in the array, one int64 array per dimension. The arrays have the
-    shape `shape` of the loaded or stored value.
+    shape `shape` of the loaded or stored value. For a box of lanes that all lie inside the window
+    and the array, `index` selects the lanes faster.
     """
 
     ref: Ref
     shape: tuple[int, ...]
     at: tuple[np.ndarray, ...]
-
-    @cached_property
-    def all_inside(self) -> bool:
-        """Return True if every lane lies inside the window and the array."""
-        for at, (low, end) in zip(self.at, self.ref.bounds, strict=True):
-            line = at[tuple(slice(None if step else 1) for step in at.strides)]
-            if line.size and (line.min() < low or line.max() >= end):
-                return False
-        return True
+    index: tuple[slice | int, ...] | None = None
 
     def inside(self, kept: np.ndarray | None) -> np.ndarray:
         """Return a boolean per lane: True if it is kept, and inside the window and the array."""
@@ -86,8 +78,8 @@ class Lanes:
 
     def read(self, kept: np.ndarray | None) -> np.ndarray:
         """Return the lanes' values, with `poison` for lanes outside of the array or not kept."""
-        if kept is None and self.all_inside:
-            return np.asarray(self.ref.array[self.at])
+        if kept is None and self.index is not None:
+            return np.array(self.ref.array[self.index])
         kept = self.inside(kept)
         value = uninitialized(self.shape, self.ref.array.dtype)
         value[kept] = self.ref.array[tuple(at[kept] for at in self.at)]
@@ -95,8 +87,8 @@ class Lanes:
 
     def write(self, value: np.ndarray, kept: np.ndarray | None) -> None:
         """Store `value` in those lanes that are kept and inside the array."""
-        if kept is None and self.all_inside:
-            self.ref.array[self.at] = value
+        if kept is None and self.index is not None:
+            self.ref.array[self.index] = value
         else:
             kept = self.inside(kept)
             self.ref.array[tuple(at[kept] for at in self.at)] = value[kept]
@@ -151,8 +143,18 @@ def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
             axes, dims = sliced(axes, dims, indices)
         else:
             arrays = gathered(axes, dims, indices)
-    arrays = grid(axes, dims) if arrays is None else arrays
-    return Lanes(ref, arrays[0].shape if arrays else (), arrays)
+    index: tuple[slice | int, ...] | None = None
+    if arrays is None:
+        arrays = grid(axes, dims)
+        if all(
+            low <= first and first + (length - 1) * step < end
+            for (first, length, step), (low, end) in zip(axes, ref.bounds, strict=True)
+        ):
+            index = tuple(
+                slice(first, first + length * step, step) if d in dims else first
+                for d, (first, length, step) in enumerate(axes)
+            )
+    return Lanes(ref, arrays[0].shape if arrays else (), arrays, index)
 
 
 def sliced(
