@@ -15,15 +15,7 @@ from flashsim.backends.launch_policy.family import PLAIN, PassRequest, Walked
 from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.backends.launch_policy.portable import Portable
 from flashsim.backends.numba_gpu import compiler
-from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    ByKeys,
-    ColumnsDivided,
-    DqAlone,
-    KeysOutside,
-    OnChip,
-    Roles,
-    columns_taken,
-)
+from flashsim.backends.numba_gpu.hopper import smem_layout
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -59,7 +51,7 @@ class PythonHopper(hopper.Hopper):
     ) -> int:
         """Return the bytes of shared memory per thread block of the forward."""
         sides = launch.padded_dims(problem)
-        return OnChip(tiling.block_q, tiling.block_k, *sides, rings.stages).nbytes
+        return smem_layout.OnChip(tiling.block_q, tiling.block_k, *sides, rings.stages).nbytes
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
@@ -70,21 +62,22 @@ class PythonHopper(hopper.Hopper):
             return kernel
         shared, sides = kernel.shared_bytes, (tiling.block_q, tiling.block_k)
         if stage == "dq":
-            shared = DqAlone(*sides, dict(kernel.constants)["FS_D"]).nbytes
+            shared = smem_layout.DqAlone(*sides, dict(kernel.constants)["FS_D"]).nbytes
         elif stage != "forward":
             shared = _keys_outside(kernel, tiling, variant).nbytes
         return replace(kernel, file=f"{kernel.name}.py", shared_bytes=shared)
 
 
-def _keys_outside(kernel: Kernel, tiling: Tiling, variant: Variant) -> ByKeys:
+def _keys_outside(kernel: Kernel, tiling: Tiling, variant: Variant) -> smem_layout.ByKeys:
     """Return the shared-memory layout of a KV-outer backward kernel."""
     known = dict(kernel.constants)
     sides = (tiling.block_q, tiling.block_k, known["FS_D"])
     if kernel.name == "hopper_backward_wide":
-        return ColumnsDivided(*sides, bool(variant.fused))
+        return smem_layout.ColumnsDivided(*sides, bool(variant.fused))
     if kernel.name == "hopper_backward_roles":
-        return Roles(*sides, columns_taken(known["FS_HEAD_DIM"], known["FS_HEAD_DIM_V"], 32))
-    return KeysOutside(*sides, fused=variant.fused, deferred=variant.deferred)
+        wide = smem_layout.columns_taken(known["FS_HEAD_DIM"], known["FS_HEAD_DIM_V"], 32)
+        return smem_layout.Roles(*sides, wide)
+    return smem_layout.KeysOutside(*sides, fused=variant.fused, deferred=variant.deferred)
 
 
 TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True), takes_functions=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compiled import compiled, costs_nothing_when_off, errors, kernels_only, source, thorough
-from gpus import GPUS, H200, KIB, ODD
+from gpus import GPUS, H200, KIB, ODD, passes_of
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -48,9 +48,9 @@ PROBLEMS = {
 
 def passes(problem, gpu, report="", family=PORTABLE):
     """Every pass of the forward and of both backwards."""
-    yield from family.forward_passes(problem, None, gpu, "ascending", report)
+    yield from passes_of(family, problem, gpu=gpu, report=report)
     for algorithm in ("flash2", "flash2-fused"):
-        yield from family.backward_passes(problem, None, gpu, "ascending", report, algorithm)
+        yield from passes_of(family, problem, algorithm, gpu=gpu, report=report)
 
 
 @cache
@@ -126,7 +126,7 @@ def test_only_the_kernel_of_delta_knows_of_a_gradient_of_the_lse(name, arch):
     problem, changed = PROBLEMS[name], []
     for algorithm, report in (("flash2", ""), ("flash2-fused", "counts")):
         without, given = (
-            PORTABLE.backward_passes(p, None, GPUS[arch], "ascending", report, algorithm)
+            passes_of(PORTABLE, p, algorithm, gpu=GPUS[arch], report=report)
             for p in (problem, replace(problem, dlse=True))
         )
         for one, other in zip(without, given, strict=True):
@@ -147,7 +147,7 @@ def test_counting_finds_registers_where_the_forward_fills_them(causal):
     plain, counts = (
         compile_kernel(one.kernel, "sm_90")[one.kernel.name]
         for report in ("", "counts")
-        for one in PORTABLE.forward_passes(p, None, H200, "ascending", report)
+        for one in passes_of(PORTABLE, p, report=report)
     )
     assert counts[1] <= plain[1], "bytes spilled"
 
@@ -179,7 +179,7 @@ def test_reporting_costs_nothing_when_it_is_off(name, stage):
 
 @pytest.mark.kernels
 def test_reporting_changes_the_code_when_it_is_on():
-    (one,) = PORTABLE.forward_passes(PROBLEMS["bf16 128 causal"], None, H200, "ascending", "")
+    (one,) = passes_of(PORTABLE, PROBLEMS["bf16 128 causal"])
     text, options = source(one.kernel), (*one.kernel.options, "-arch=sm_90")
     assert (
         compiled(one.kernel, options, text)[1]
@@ -196,7 +196,7 @@ def test_lines_are_as_short_as_in_python():
 
 
 def test_a_wrong_size_does_not_compile():
-    (one,) = PORTABLE.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
+    (one,) = passes_of(PORTABLE, PROBLEMS["bf16 64"])
     for name in ("FS_SMEM_BYTES", "FS_ARGS_BYTES"):
         options = [
             f"-D{name}={dict(one.kernel.constants)[name] + 16}" if name in o else o
@@ -209,23 +209,21 @@ def test_a_wrong_size_does_not_compile():
 
 def test_shared_memory_is_the_tiles_that_lie_there():
     p = Problem(512, 512, 128, dtype="bfloat16")
-    (one,) = PORTABLE.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
+    (one,) = passes_of(PORTABLE, p, tiling=Tiling(128, 64))
     sums = 128 * 2 * 2 * 4  # of 128 threads, each with two 16-row blocks
     assert one.kernel.shared_bytes == 2 * (128 * 128 + 2 * 64 * 128 + 2 * 64 * 128) + sums
-    _, fused, _ = PORTABLE.backward_passes(
-        p, Tiling(64, 128), H200, "ascending", "", "flash2-fused"
-    )
+    _, fused, _ = passes_of(PORTABLE, p, "flash2-fused", tiling=Tiling(64, 128))
     tiles = 2 * 128 * 128 + 2 * 2 * 64 * 128 + 3 * 128 * 64  # K, V; Q, dO twice; P, dS twice
     assert fused.kernel.shared_bytes == 2 * tiles + 2 * 2 * 64 * 4  # LSE, delta twice
 
 
 def test_grids_have_a_block_for_every_tile_and_head():
     p = Problem(300, 500, 64, batch=3, heads=8, kv_heads=2, dtype="float16")
-    (forward,) = PORTABLE.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
+    (forward,) = passes_of(PORTABLE, p, tiling=Tiling(128, 64))
     assert forward.grid == (3 * 3 * 8,)
     assert forward.walks == 24
     assert forward.clump % p.group == 0
-    delta, dkdv, dq = PORTABLE.backward_passes(p, Tiling(64, 128), H200, "ascending", "", "flash2")
+    delta, dkdv, dq = passes_of(PORTABLE, p, "flash2", tiling=Tiling(64, 128))
     assert delta.grid == (5, 24)
     assert dkdv.grid == (4 * 3 * 2,)
     assert dq.grid == (5 * 24,)
@@ -253,13 +251,13 @@ def test_tilings_that_no_kernel_has_are_refused_with_those_that_run():
     with pytest.raises(
         TilingError, match=r"24 x 64 tile has no compiled kernel .*multiples of 16.*128 x 64"
     ):
-        PORTABLE.forward_passes(p, Tiling(24, 64), H200, "ascending", "")
+        passes_of(PORTABLE, p, tiling=Tiling(24, 64))
     with pytest.raises(
         TilingError, match=r"needs [\d,]+ B of shared memory.*possible tiles: 16 x 16"
     ):
-        PORTABLE.forward_passes(p, Tiling(128, 128), GPUS["sm_86"], "ascending", "")
+        passes_of(PORTABLE, p, tiling=Tiling(128, 128), gpu=GPUS["sm_86"])
     for tiling in PORTABLE.tilings(p, GPUS["sm_86"], "forward"):
-        (one,) = PORTABLE.forward_passes(p, tiling, GPUS["sm_86"], "ascending", "")
+        (one,) = passes_of(PORTABLE, p, tiling=tiling, gpu=GPUS["sm_86"])
         assert one.tables.schedule.tiling == tiling
 
 
@@ -281,13 +279,13 @@ def test_masks_that_a_kernel_cannot_evaluate_are_refused():
 def test_default_tilings_divide_a_block_masks_cells():
     mask = BlockMask(np.ones((8, 8), bool), 32, 32)
     p = Problem(256, 256, 128, dtype="bfloat16", block_mask=mask)
-    (one,) = PORTABLE.forward_passes(p, None, H200, "ascending", "")
+    (one,) = passes_of(PORTABLE, p)
     assert one.tables.schedule.tiling == Tiling(32, 32)
     odd = Problem(256, 256, dtype="float16", block_mask=BlockMask(np.ones((11, 11), bool), 24, 24))
     with pytest.raises(
         TilingError, match=r"no default tiling .* must divide the cells of the block mask"
     ):
-        PORTABLE.forward_passes(odd, None, H200, "ascending", "")
+        passes_of(PORTABLE, odd)
 
 
 def test_an_unknown_kernel_family_is_an_option_error():
@@ -365,7 +363,5 @@ def test_tf32_runs_wherever_its_tiles_fit(head_dim, arch, direction):
     family = cupy_engine._family(job, gpu, direction)
     small = head_dim == 256 and direction == "backward" and gpu.shared_bytes < 100 * KIB
     assert family is (PORTABLE if small else TF32)  # a row of K, V, Q, dO has 4 KiB
-    given = (p, None, gpu, "ascending", "")
-    made = family.forward_passes if direction == "forward" else family.backward_passes
-    for one in made(*given, *(["flash2"] if direction == "backward" else [])):
+    for one in passes_of(family, p, "flash2" if direction == "backward" else "", gpu=gpu):
         assert one.kernel.shared_bytes <= gpu.shared_bytes

@@ -30,27 +30,20 @@ pytestmark = [
 ]
 #: Blocks get several items.
 GPU = replace(H200, multiprocessors=2)
+GROUP = {"heads": 2, "kv_heads": 1, "dtype": "bfloat16", "causal": True}
+VARLEN = {"cu_seqlens_q": (0, 70, 71, 170), "cu_seqlens_k": (0, 100, 103, 200)}
 PROBLEMS = {
-    "groups": Problem(150, 110, 160, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    "groups": Problem(150, 110, 160, **GROUP),
     "window": Problem(130, 230, 136, 176, batch=2, dtype="float16", window=(60, 10)),
     "softcap": Problem(100, 100, 192, heads=2, dtype="bfloat16", causal=True, softcap=5.0),
     "padded": Problem(70, 200, 155, 91, dtype="bfloat16"),
-    "varlen": Problem(
-        *(170, 200, 192),
-        dtype="float16",
-        causal=True,
-        cu_seqlens_q=(0, 70, 71, 170),
-        cu_seqlens_k=(0, 100, 103, 200),
-    ),
+    "varlen": Problem(170, 200, 192, dtype="float16", causal=True, **VARLEN),
 }
 
 
 #: Up to 128 columns both warpgroups do the same; which tile each has.
 ALIKE = {
-    "groups 64": (
-        Tiling(128, 128),
-        Problem(300, 200, 64, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
-    ),
+    "groups 64": (Tiling(128, 128), Problem(300, 200, 64, **GROUP)),
     "upright 32": (
         Tiling(128, 128),
         Problem(150, 140, 32, 20, batch=2, dtype="float16", window=(60, 10)),
@@ -59,31 +52,19 @@ ALIKE = {
         Tiling(128, 128),
         Problem(200, 140, 32, 20, batch=2, dtype="bfloat16", causal=True),
     ),
-    "carried 128": (
-        Tiling(64, 128),
-        Problem(150, 200, 128, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
-    ),
-    "80 rows": (
-        Tiling(80, 128),
-        Problem(210, 150, 80, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
-    ),
+    "carried 128": (Tiling(64, 128), Problem(150, 200, 128, **GROUP)),
+    "80 rows": (Tiling(80, 128), Problem(210, 150, 80, **GROUP)),
     "softcap": (Tiling(64, 128), Problem(100, 100, 96, dtype="bfloat16", softcap=5.0)),
     "varlen": (
         Tiling(128, 128),
-        Problem(
-            *(170, 200, 64),
-            dtype="float16",
-            causal=True,
-            cu_seqlens_q=(0, 70, 71, 170),
-            cu_seqlens_k=(0, 100, 103, 200),
-        ),
+        Problem(170, 200, 64, dtype="float16", causal=True, **VARLEN),
     ),
 }
 
 
 #: Three warpgroups and two, O rescaled where it is there or late, masks, an item of one visit.
 FORWARD = {
-    "64": Problem(200, 300, 64, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    "64": Problem(200, 300, 64, **GROUP),
     "128": Problem(150, 420, 128, dtype="float16", window=(100, 30)),
     "192": Problem(150, 300, 192, 136, heads=2, dtype="bfloat16", causal=True),
     "softcap": Problem(100, 150, 96, dtype="bfloat16", softcap=5.0),
@@ -155,13 +136,18 @@ FAULTS_OF_PACKED = {
 }
 
 
-def test_a_wrong_head_or_query_of_a_packed_row_shows():
-    machine = emulator.Faulty(900, FAULTS_OF_PACKED, "hopper/forward.cu")
-    problem = PACKED["2 causal 64"]
-    compare_forward(problem, machine=machine, pack_gqa=True)
-    for machine.seeded in FAULTS_OF_PACKED:
+def check_faults(file, faults, check, *given, **how):
+    """Check a kernel without a fault, and that each of its faults shows."""
+    machine = emulator.Faulty(900, faults, file)
+    check(*given, machine=machine, **how)
+    for machine.seeded in faults:
         with pytest.raises(AssertionError):
-            compare_forward(problem, machine=machine, pack_gqa=True)
+            check(*given, machine=machine, **how)
+
+
+def test_a_wrong_head_or_query_of_a_packed_row_shows():
+    given = FAULTS_OF_PACKED, compare_forward, PACKED["2 causal 64"]
+    check_faults("hopper/forward.cu", *given, pack_gqa=True)
 
 
 #: Each in the place where a warpgroup learns which visits it computes.
@@ -197,13 +183,9 @@ def has_shares(problem):
 
 
 def test_a_wrong_share_of_the_visits_shows():
-    machine = emulator.Faulty(900, FAULTS_OF_SHARES, "hopper/forward.cu")
     problem = Problem(300, 300, 64, heads=2, causal=True, dtype="bfloat16")
     assert has_shares(problem)
-    compare_forward(problem, machine=machine)
-    for machine.seeded in FAULTS_OF_SHARES:
-        with pytest.raises(AssertionError):
-            compare_forward(problem, machine=machine)
+    check_faults("hopper/forward.cu", FAULTS_OF_SHARES, compare_forward, problem)
 
 
 def test_shares_that_leave_out_visits_at_both_ends():
@@ -249,22 +231,11 @@ ONCE = {
     "groups 64": Problem(300, 120, 64, heads=2, kv_heads=1, dtype="bfloat16"),
     "causal 64": Problem(100, 100, 40, 60, batch=2, heads=2, dtype="float16", causal=True),
     "upright 32": Problem(150, 128, 32, 20, batch=2, dtype="float16", window=(60, 10)),
-    "128": Problem(150, 120, 128, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    "128": Problem(150, 120, 128, **GROUP),
     "values 128": Problem(70, 128, 50, 128, heads=2, dtype="bfloat16", scale=-0.1),
     "96": Problem(90, 90, 91, dtype="float16", causal=True),
-    "varlen": Problem(
-        *(170, 200, 64),
-        dtype="float16",
-        causal=True,
-        cu_seqlens_q=(0, 70, 71, 170),
-        cu_seqlens_k=(0, 100, 103, 200),
-    ),
-    "varlen 128": Problem(
-        *(170, 200, 120),
-        dtype="bfloat16",
-        cu_seqlens_q=(0, 70, 71, 170),
-        cu_seqlens_k=(0, 100, 103, 200),
-    ),
+    "varlen": Problem(170, 200, 64, dtype="float16", causal=True, **VARLEN),
+    "varlen 128": Problem(170, 200, 120, dtype="bfloat16", **VARLEN),
 }
 
 
@@ -396,8 +367,4 @@ def test_a_gradient_of_the_lse_is_taken_off_delta():
 def test_sums_over_keys_that_nobody_waits_for_show():
     piece = "named_sync(SUMS_READY, 128 * WARPGROUPS);"
     faults = {"early": (piece, f"if (!FAULT) {piece}")}
-    machine = emulator.Faulty(900, faults, "hopper/backward.cu")
-    compare_once("128", machine)
-    machine.seeded = "early"
-    with pytest.raises(AssertionError):
-        compare_once("128", machine)
+    check_faults("hopper/backward.cu", faults, compare_once, "128")

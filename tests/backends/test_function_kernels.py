@@ -3,6 +3,7 @@ their own sources on a CPU, registers, what is refused, and that other kernels d
 """
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from compiled import compares_maxima, compiled, errors, some, thorough
 from cupy_checks import ROOMY, budget, check_lse, hardware_tanh, make
 from decode_cases import Case
 from gpus import H200
+from test_hopper_kernels import check
 
 pytestmark = pytest.mark.promise("twice plain attention's error", "kernels compile")
 
@@ -360,163 +362,112 @@ def test_infinite_scores(score, family, algorithm, d):
     compare(p, score, family, algorithm)
 
 
-FAULTS = {
-    "a range that ends a key too late": (
+#: What is run with and without faults.
+SEEDED = {
+    "causal": (problem(130, 130, 64, causal, alibi, sinks=True), alibi),
+    "called": (problem(130, 130, 64, dilated, alibi, sinks=True), alibi),
+    "planes": (problem(128, 128, 64, None, of_planes), of_planes),  # a bias that comes by TMA
+    "table": (problem(128, 128, 64, None, relative), relative),  # which another warp reads
+    "steep": (problem(130, 300, 64, None, steep), steep),  # ALiBi in the scores' product
+    "chunked": (problem(130, 200, 64, chunked), None),
+    "falling": (problem(130, 200, 64, late, falling), falling),
+    "relative": (problem(130, 200, 64, None, relative), relative),
+}
+FORWARD_FAULTS = {
+    ("causal", "a range that ends a key too late"): (
         "min(keep.hi, keys.high + start) - first}",
         "min(keep.hi, keys.high + start + FAULT) - first}",
     ),
-    "a called mask shifted by a key": (
+    ("called", "a called mask shifted by a key"): (
         "flash_mask(a.captured, at.at, at.query(q), at.key(k))",
         "flash_mask(a.captured, at.at, at.query(q), at.key({k.base + FAULT, k.step}))",
     ),
-    "a partial tile taken for a full one": (
+    ("causal", "a partial tile taken for a full one"): (
         "if (visit.masked) ask_functions<true, true, true>",
         "if (visit.masked && !FAULT) ask_functions<true, true, true>",
     ),
-    "an array read for another head": (
+    ("causal", "an array read for another head"): (
         "head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer)",
         "head_at(a, it.walk / a.heads, (it.walk + FAULT) % a.heads, it.outer)",
     ),
-    "a sink left out of the sum": (
+    ("causal", "a sink left out of the sum"): (
         "l * mine + exp2_approx((sink - top) * LOG2E)",
         "l * mine + (FAULT ? 0.0f : exp2_approx((sink - top) * LOG2E))",
     ),
-}
-FAULTY = emulator.Faulty(900, FAULTS, "hopper/forward.cu")
-
-#: What to break, and the case that fails.
-BACKWARD_FAULTS = {
-    "a range of queries that ends too late": (
-        ("queries.high + start) - first}", "queries.high + start + FAULT) - first}"),
-        "chunked 64",
-    ),
-    "another head's step": (
-        (
-            "flash_ramp_step(a.captured, at.at) *",
-            "flash_ramp_step(a.captured, FAULT ? head_at(a, 0, 0, 0).at : at.at) *",
-        ),
-        "falling 64",
-    ),
-    "the key's number in its warpgroup": (
-        (
-            "key = (threadIdx.x / 128 - 1) * 64 +",
-            "key = (FAULT ? 0 : threadIdx.x / 128 - 1) * 64 +",
-        ),
-        "falling 64",
-    ),
-    "the function of another query": (
-        (
-            "at.query(existing(first + lane + 32 * i, it.end))",
-            "at.query(existing(first + (FAULT ? 0 : lane) + 32 * i, it.end))",
-        ),
-        "falling 64",
-    ),
-    "a term of another distance": (
-        (
-            "- 64 * g - fragment_row() + BLOCK_K - 1;",
-            "- 64 * g - fragment_row() + BLOCK_K - 1 + FAULT;",
-        ),
-        "relative 64",
-    ),
-}
-BACKWARD = emulator.Faulty(
-    900, {name: replaced for name, (replaced, _) in BACKWARD_FAULTS.items()}, "hopper/backward.cu"
-)
-
-
-@pytest.mark.parametrize(
-    "fault", [f if f == "another head's step" else thorough(f) for f in ("", *BACKWARD_FAULTS)]
-)
-def test_faults_of_the_backward_are_caught(fault):
-    """The same kernels without a fault pass."""
-    cases = {
-        "chunked 64": (problem(130, 200, 64, chunked), None),
-        "falling 64": (problem(130, 200, 64, late, falling), falling),
-        "relative 64": (problem(130, 200, 64, None, relative), relative),
-    }
-    BACKWARD.seeded = fault
-    for name in cases if not fault else [BACKWARD_FAULTS[fault][1]]:
-        p, score = cases[name]
-        given = replace(p, score_grads=()), score, HOPPER, "flash2-fused", BACKWARD
-        if not fault:
-            compare(*given)
-            continue
-        with pytest.raises(AssertionError):
-            compare(*given)
-
-
-AHEAD_FAULTS = {
-    "a bias of another head": (
+    ("planes", "a bias of another head"): (
         "plane = flash_tile_plane(a.captured, at.at)",
         "plane = (flash_tile_plane(a.captured, at.at) + FAULT) % 2",
     ),
-    "a bias' rows of another warpgroup": (
+    ("planes", "a bias' rows of another warpgroup"): (
         "row = it.own.start + 64 * g;",
         "row = it.own.start + (FAULT ? 64 - 64 * g : 64 * g);",
     ),
-    "a table's element of another distance": (
+    ("table", "a table's element of another distance"): (
         "query - key - (BLOCK_K - 1) + n;",
         "query - key - (BLOCK_K - 1) + n + FAULT;",
     ),
-}
-AHEAD = emulator.Faulty(900, AHEAD_FAULTS, "hopper/forward.cu")
-
-
-@pytest.mark.parametrize("fault", ["", *AHEAD_FAULTS])
-def test_faults_of_elements_that_come_ahead_are_caught(fault):
-    """A bias that comes by TMA, and a table that another warp reads."""
-    score = relative if "table" in fault else of_planes
-    p = problem(128, 128, 64, None, score)
-    AHEAD.seeded = fault
-    if not fault:
-        forward(p, of_planes, HOPPER, AHEAD)
-        forward(problem(128, 128, 64, None, relative), relative, HOPPER, AHEAD)
-        return
-    with pytest.raises(AssertionError):
-        forward(p, score, HOPPER, AHEAD)
-
-
-RAMP_FAULTS = {
-    "the running maximum stays where it was": (
+    ("steep", "the running maximum stays where it was"): (
         "step * BLOCK_K * (visit.tile - tile)",
         "step * BLOCK_K * (FAULT ? 0 : visit.tile - tile)",
     ),
-    "a step rounded to 16 bits": ("if (row < 3)", "if (row < 3 - 2 * FAULT)"),
-    "another head's step": (
+    ("steep", "a step rounded to 16 bits"): ("if (row < 3)", "if (row < 3 - 2 * FAULT)"),
+    ("steep", "another head's step"): (
         "flash_ramp_step(a.captured, at.at)",
         "flash_ramp_step(a.captured, FAULT ? head_at(a, 0, 0, 0).at : at.at)",
     ),
-    "the LSE without the row's own number": (
+    ("steep", "the LSE without the row's own number"): (
         "flash_score(a.captured, 0.0f, at.at, at.query(row), first_key)",
         "flash_score(a.captured, 0.0f, at.at, at.query(FAULT ? 0 : row), first_key)",
     ),
 }
-RAMP = emulator.Faulty(900, RAMP_FAULTS, "hopper/forward.cu")
+BACKWARD_FAULTS = {
+    ("chunked", "a range of queries that ends too late"): (
+        "queries.high + start) - first}",
+        "queries.high + start + FAULT) - first}",
+    ),
+    ("falling", "another head's step"): (
+        "flash_ramp_step(a.captured, at.at) *",
+        "flash_ramp_step(a.captured, FAULT ? head_at(a, 0, 0, 0).at : at.at) *",
+    ),
+    ("falling", "the key's number in its warpgroup"): (
+        "key = (threadIdx.x / 128 - 1) * 64 +",
+        "key = (FAULT ? 0 : threadIdx.x / 128 - 1) * 64 +",
+    ),
+    ("falling", "the function of another query"): (
+        "at.query(existing(first + lane + 32 * i, it.end))",
+        "at.query(existing(first + (FAULT ? 0 : lane) + 32 * i, it.end))",
+    ),
+    ("relative", "a term of another distance"): (
+        "- 64 * g - fragment_row() + BLOCK_K - 1;",
+        "- 64 * g - fragment_row() + BLOCK_K - 1 + FAULT;",
+    ),
+}
+FAULTY = {
+    "forward": emulator.Faulty(900, FORWARD_FAULTS, "hopper/forward.cu"),
+    "backward": emulator.Faulty(900, BACKWARD_FAULTS, "hopper/backward.cu"),
+}
+#: In `make test`: all of the forward, and one of the backward.
+SEEDED_RUNS = [
+    *(("forward", *x) for x in FORWARD_FAULTS),
+    *(("forward", case, "") for case in ("causal", "planes", "table", "steep")),
+    ("backward", "falling", "another head's step"),
+    *(thorough("backward", *x) for x in BACKWARD_FAULTS if x[1] != "another head's step"),
+    *(thorough("backward", case, "") for case in ("chunked", "falling", "relative")),
+]
 
 
-@pytest.mark.parametrize("fault", ["", *RAMP_FAULTS])
-def test_faults_of_linear_functions_are_caught(fault):
-    """ALiBi as a part of the scores' product; the same kernel without a fault passes."""
-    p = problem(130, 300, 64, None, steep)
-    assert ramp_of(p) is not None
-    RAMP.seeded = fault
-    if not fault:
-        forward(p, steep, HOPPER, RAMP)
-        return
-    with pytest.raises(AssertionError):
-        forward(p, steep, HOPPER, RAMP)
-
-
-@pytest.mark.parametrize("fault", ["", *FAULTS])
-def test_faults_of_the_forward_are_caught(fault):
-    """The same kernel without a fault passes."""
-    p = problem(130, 130, 64, dilated if "called" in fault else causal, alibi, sinks=True)
-    FAULTY.seeded = fault
-    if not fault:
-        forward(p, alibi, HOPPER, FAULTY)
-        return
-    with pytest.raises(AssertionError):
-        forward(p, alibi, HOPPER, FAULTY)
+@pytest.mark.parametrize(("direction", "case", "fault"), SEEDED_RUNS)
+def test_faults_are_caught(direction, case, fault):
+    """The same kernels without a fault pass."""
+    (p, score), machine = SEEDED[case], FAULTY[direction]
+    p = replace(p, score_grads=())
+    assert case != "steep" or ramp_of(p) is not None
+    machine.seeded = (case, fault) if fault else ""
+    with pytest.raises(AssertionError) if fault else nullcontext():
+        if direction == "forward":
+            forward(p, score, HOPPER, machine)
+        else:
+            compare(p, score, HOPPER, "flash2-fused", machine)
 
 
 PORTABLE_CASES = {
@@ -662,15 +613,7 @@ def test_registers_and_products(case):
     name, d = case
     forward, backward = VARIANTS[name][1]
     for kernel in kernels_of(name, d):
-        log, cubin = compiled(kernel, kernel.options)
-        assert cubin, log
-        for words in ("warning", "serialized", "wait is injected"):
-            assert words not in log, log
-        spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
-        limit = forward if kernel.name == "hopper_forward" else backward
-        assert spilled <= limit, (kernel.name, spilled)
-        registers = int(re.search(r"Used (\d+) registers", log)[1])
-        assert registers * kernel.threads <= 65_536
+        check(kernel, forward if kernel.name == "hopper_forward" else backward)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -19,8 +19,9 @@ from compiled import (
     loads_under_the_last_products,
     some,
     source,
+    usage,
 )
-from gpus import A100, H200, ODD
+from gpus import A100, H200, ODD, passes_of
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -69,10 +70,8 @@ GROUPED = Problem(4096, 4096, 128, heads=64, kv_heads=8, dtype="bfloat16", causa
 
 def every_kernel(problem, report=""):
     """Those of the forward and of both backwards."""
-    passes = list(HOPPER.forward_passes(problem, None, H200, "ascending", report))
-    for algorithm in ("flash2", "flash2-fused"):
-        passes += HOPPER.backward_passes(problem, None, H200, "ascending", report, algorithm)
-    return [x.kernel for one in passes for x in (*one.before, one)]
+    every = (passes_of(HOPPER, problem, x, report=report) for x in ("", "flash2", "flash2-fused"))
+    return [x.kernel for made in every for one in made for x in (*one.before, one)]
 
 
 def kernels(problem, report=""):
@@ -94,10 +93,9 @@ def check(kernel, limit):
     assert "serialized" not in log, "ptxas could not keep wgmma asynchronous"
     assert "wait is injected" not in log, "ptxas waits between products where we do not"
     assert "warning" not in log
-    stack, spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
-    assert int(spilled) <= limit, kernel
-    assert int(stack) <= limit, "an array lives in local memory"
-    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    registers, stack, spilled = usage(log)
+    assert spilled <= limit, kernel
+    assert stack <= limit, "an array lives in local memory"
     assert registers * kernel.threads <= 65_536
 
 
@@ -134,14 +132,14 @@ def test_kernels_compile_without_serialised_products(name):
 
 def in_order(problem, tiling=None, report=""):
     """The fused backward that adds to dQ in a fixed order."""
-    given = problem, tiling, H200, "ascending", report, "flash2-fused"
-    (kernel,) = (x.kernel for x in HOPPER.backward_passes(*given, ordered=True) if x.kernel.boxes)
+    made = passes_of(HOPPER, problem, "flash2-fused", tiling=tiling, report=report, ordered=True)
+    (kernel,) = (x.kernel for x in made if x.kernel.boxes)
     return kernel
 
 
 def forward(problem, pack_gqa=None, tiling=None, report=""):
     """The forward pass, with or without packed heads, or as the time model decides."""
-    (one,) = HOPPER.forward_passes(problem, tiling, H200, "ascending", report, pack_gqa)
+    (one,) = passes_of(HOPPER, problem, tiling=tiling, report=report, pack_gqa=pack_gqa)
     return one
 
 
@@ -201,12 +199,11 @@ CELLS = BlockMask(np.eye(4, dtype=bool), 128, 128)
 def test_heads_that_cannot_be_packed(changed):
     p = replace(Problem(512, 512, 64, heads=32, kv_heads=8, batch=8, dtype="bfloat16"), **changed)
     family = PORTABLE if p.dtype == "float32" else HOPPER
-    given = p, None, H200, "ascending", ""
     for unforced in (None, False):
-        (one,) = family.forward_passes(*given, unforced)
+        (one,) = passes_of(family, p, pack_gqa=unforced)
         assert not one.tables.schedule.split.pack_gqa
     with pytest.raises(UnsupportedError, match="cannot pack the query heads"):
-        family.forward_passes(*given, True)
+        passes_of(family, p, pack_gqa=True)
 
 
 @pytest.mark.parametrize("name", some((), ("128",), ("128", "64", "128 odd")))
@@ -228,7 +225,7 @@ def test_the_backward_in_one_visit_compiles(case):
     d, causal = case
     problem = replace(ONE_VISIT, head_dim=d, head_dim_v=d, causal=causal, n_kv=128 - 28 * causal)
     problem = replace(problem, n_q=problem.n_kv) if causal else problem
-    (one,) = HOPPER.backward_passes(problem, None, H200, "ascending", "", "flash2-once")
+    (one,) = passes_of(HOPPER, problem, "flash2-once")
     check(one.kernel, ONCE_SPILLS)
 
 
@@ -237,17 +234,16 @@ def test_the_backward_in_one_visit_compiles(case):
 def test_one_visit_with_a_gradient_of_the_lse_compiles(d, report):
     """It is one more statistic of each row, in shared memory, for the kernel that makes delta."""
     problem = replace(ONE_VISIT, head_dim=d, head_dim_v=d)
-    given = None, H200, "ascending", report
+    more = replace(problem, dlse=True)
     without, one = (
-        HOPPER.backward_passes(p, *given, "flash2-once")[0].kernel
-        for p in (problem, replace(problem, dlse=True))
+        passes_of(HOPPER, p, "flash2-once", report=report)[0].kernel for p in (problem, more)
     )
     rows = dict(one.constants)["FS_BLOCK_Q"]
     assert 0 <= one.shared_bytes - without.shared_bytes <= -(-2 * rows * 4 // 1024) * 1024
     check(one, ONCE_SPILLS)
     for algorithm in ("flash2", "flash2-fused"):
-        _, *without = HOPPER.backward_passes(problem, *given, algorithm)
-        _, *others = HOPPER.backward_passes(replace(problem, dlse=True), *given, algorithm)
+        _, *without = passes_of(HOPPER, problem, algorithm, report=report)
+        _, *others = passes_of(HOPPER, more, algorithm, report=report)
         assert [x.kernel for x in others] == [x.kernel for x in without]
 
 
@@ -258,12 +254,11 @@ def test_tilings_that_are_no_default_compile(name):
     problem = PROBLEMS[name]
     plain = kernels(problem)
     for tiling in HOPPER.tilings(problem, H200, "forward")[1:]:
-        (one,) = HOPPER.forward_passes(problem, tiling, H200, "ascending", "")
+        (one,) = passes_of(HOPPER, problem, tiling=tiling)
         assert one.kernel not in plain
         check(one.kernel, SPILL_BYTES[False])
     for tiling in HOPPER.tilings(problem, H200, "backward", "flash2-fused")[1:]:
-        given = problem, tiling, H200, "ascending", "", "flash2-fused"
-        _, fused, _ = HOPPER.backward_passes(*given)
+        _, fused, _ = passes_of(HOPPER, problem, "flash2-fused", tiling=tiling)
         assert fused.kernel not in plain
         check(fused.kernel, SPILL_BYTES[False])
 
@@ -305,7 +300,7 @@ def test_the_backward_that_divides_columns_compiles_in_every_cluster(case):
 @pytest.mark.parametrize("head_dim", some((128,), (64,), (64, 128, 192)))
 def test_the_backward_of_grouped_heads_in_step_compiles(head_dim):
     p = replace(GROUPED, head_dim=head_dim, head_dim_v=head_dim)
-    _, fused, _ = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")
+    _, fused, _ = passes_of(HOPPER, p, "flash2-fused")
     assert dict(fused.kernel.constants)["FS_IN_STEP"] == 1
     check(fused.kernel, SPILL_BYTES[False])
 
@@ -313,9 +308,8 @@ def test_the_backward_of_grouped_heads_in_step_compiles(head_dim):
 def test_key_tiles_that_leave_multiprocessors_idle_are_shared_by_clusters():
     p = Problem(1024, 1024, 128, heads=32, kv_heads=8, dtype="bfloat16", causal=True)
 
-    def keys_outside(problem, gpu=H200, report="", **more):
-        given = problem, None, gpu, "ascending", report, "flash2-fused"
-        return HOPPER.backward_passes(*given, **more)[1]
+    def keys_outside(problem, gpu=H200, **more):
+        return passes_of(HOPPER, problem, "flash2-fused", gpu=gpu, **more)[1]
 
     one = keys_outside(p)  # 64 items, the longest of 16 row tiles of four heads
     assert one.kernel.cluster == 2
@@ -330,14 +324,13 @@ def test_key_tiles_that_leave_multiprocessors_idle_are_shared_by_clusters():
     assert keys_outside(wide).kernel.cluster == 8
     wide = replace(wide, head_dim=192, head_dim_v=192)
     for tiling, blocks in ((Tiling(64, 64), 8), (ROLES, 1)):  # roles have no clusters
-        given = wide, tiling, H200, "ascending", "", "flash2-fused"
-        assert HOPPER.backward_passes(*given)[1].kernel.cluster == blocks
+        assert keys_outside(wide, tiling=tiling).kernel.cluster == blocks
     wide = Problem(2048, 2048, 256, 256, heads=4, dtype="bfloat16", causal=True)  # 128 items
     half = replace(wide, heads=2, kv_heads=2)  # in clusters of two 128 blocks, which run at once
     for problem, blocks in ((wide, 1), (half, 2)):
-        dkdv = HOPPER.backward_passes(problem, None, H200, "ascending", "", "flash2")[1]
+        dkdv = passes_of(HOPPER, problem, "flash2")[1]
         assert dkdv.kernel.cluster == blocks
-    dkdv, dq = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2")[1:]
+    dkdv, dq = passes_of(HOPPER, p, "flash2")[1:]
     assert (dkdv.kernel.cluster, dq.kernel.cluster) == (2, 1)
     assert dq.grid == (132,)
 
@@ -354,14 +347,14 @@ def test_a_launch_begins_while_the_one_before_it_ends():
             assert waits
             assert not lets or lets.start() > waits.start()
     for algorithm in ("flash2", "flash2-fused"):
-        for one in PORTABLE.backward_passes(p, None, A100, "ascending", "", algorithm):
+        for one in passes_of(PORTABLE, p, algorithm, gpu=A100):
             assert not one.kernel.overlaps
             assert dict(one.kernel.constants)["FS_OVERLAP"] == 0
 
 
 def test_dq_runs_beside_the_pass_that_lets_it_start():
     """Which does so when delta is complete; and dQ's ends when that one has."""
-    _, dkdv, dq = HOPPER.backward_passes(PROBLEMS["128"], None, H200, "ascending", "", "flash2")
+    _, dkdv, dq = passes_of(HOPPER, PROBLEMS["128"], "flash2")
     before, text = source(dkdv.kernel), source(dq.kernel)
     assert dict(dkdv.kernel.constants)["FS_FUSED"] == 0
     assert "if (!FS_FUSED || FS_MORE) let_what_runs_next_start();" in before
@@ -373,7 +366,7 @@ def test_dq_runs_beside_the_pass_that_lets_it_start():
 
 def launches(problem, **more):
     """Of the fused backward's pass with keys outside."""
-    one = HOPPER.backward_passes(problem, None, H200, "ascending", "", "flash2-fused", **more)[1]
+    one = passes_of(HOPPER, problem, "flash2-fused", **more)[1]
     return (*one.before, one)
 
 
@@ -395,7 +388,7 @@ def test_clusters_take_what_whole_rounds_of_items_leave():
     assert len(launches(replace(p, n_q=512, n_kv=512, batch=32))) == 1  # items are short
     assert len(launches(replace(p, heads=33, kv_heads=33, n_q=4096, n_kv=4096, batch=4))) == 1
     assert len(launches(p, ordered=True)) == 1
-    counted = HOPPER.backward_passes(p, None, H200, "ascending", "counts", "flash2-fused")[1]
+    counted = passes_of(HOPPER, p, "flash2-fused", report="counts")[1]
     assert not counted.before
 
 
@@ -457,7 +450,7 @@ def test_dq_is_deferred_where_walks_are_long(changed, deferred):
     assert dict(one.kernel.constants)["FS_DEFERRED"] == deferred
     (ordered,) = launches(p, ordered=True) if HOPPER.orders_dq(p) else [None]
     assert ordered is None or dict(ordered.kernel.constants)["FS_DEFERRED"] == 0
-    _, dkdv, _ = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2")
+    _, dkdv, _ = passes_of(HOPPER, p, "flash2")
     assert dict(dkdv.kernel.constants)["FS_DEFERRED"] == 0
 
 
@@ -472,7 +465,7 @@ class Deferring(Hopper):
 @pytest.mark.parametrize("family", [HOPPER, Deferring(**vars(HOPPER))], ids=["rule", "always"])
 def test_dq_that_is_stored_at_once_is_not_deferred_and_has_one_launch(family):
     p = Problem(5000, 128, 64, heads=32, kv_heads=2, batch=70, dtype="bfloat16")  # 140 items
-    (one,) = family.backward_passes(p, None, H200, "ascending", "", "flash2-once")
+    (one,) = passes_of(family, p, "flash2-once")
     assert dict(one.kernel.constants)["FS_DEFERRED"] == 0
     assert not one.before
 
@@ -488,8 +481,7 @@ def test_passes_that_have_room_at_once_are_not_made_to_fill_the_gpu():
     p = Problem(512, 512, 64, heads=12, dtype="bfloat16")  # 48 items each
 
     def clusters(algorithm, gpu=H200, **more):
-        given = replace(p, **more), None, gpu, "ascending", "", algorithm
-        return HOPPER.backward_passes(*given)[1].kernel.cluster
+        return passes_of(HOPPER, replace(p, **more), algorithm, gpu=gpu)[1].kernel.cluster
 
     assert clusters("flash2-fused") == 2
     assert clusters("flash2") == 1
@@ -516,8 +508,8 @@ def test_grouped_heads_are_in_step_where_l2_does_not_hold_them(changed, in_step)
     p = replace(GROUPED, **changed)
 
     def steps(algorithm, **more):
-        passes = HOPPER.backward_passes(p, None, H200, "ascending", "", algorithm, **more)
-        (one,) = (x.kernel for x in passes if x.stage.outer == "keys")
+        made = passes_of(HOPPER, p, algorithm, **more)
+        (one,) = (x.kernel for x in made if x.stage.outer == "keys")
         assert "it.way" in source(one)
         return dict(one.constants)["FS_IN_STEP"]
 
@@ -544,7 +536,7 @@ def test_more_grouped_heads_come_together_where_that_ends_sooner():
     """Items that are twice as long as they are on average, or so."""
 
     def clump(p):
-        return HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")[1].clump
+        return passes_of(HOPPER, p, "flash2-fused")[1].clump
 
     assert clump(GROUPED) == 4  # 128 items, and as many again, end together
     uneven = replace(GROUPED, n_q=6000, n_kv=6000)  # 94 items of two heads, four times
@@ -600,7 +592,7 @@ def test_dq_of_up_to_192_columns_leaves_from_shared_memory():
     def fused(head_dim):
         p = Problem(999, 999, head_dim, dtype="bfloat16")
         dkdv, made = (
-            HOPPER.backward_passes(p, Tiling(64, 64), H200, "ascending", "", a)[1].kernel
+            passes_of(HOPPER, p, a, tiling=Tiling(64, 64))[1].kernel
             for a in ("flash2", "flash2-fused")
         )
         assert made.shared_bytes <= H200.shared_bytes
@@ -620,7 +612,7 @@ def test_dq_of_up_to_192_columns_leaves_from_shared_memory():
 )
 def test_the_fused_backward_of_wide_rows_takes_the_faster_tile(n, heads, kv_heads, tile):
     p = Problem(n, n, 192, heads=heads, kv_heads=kv_heads, dtype="bfloat16", causal=True)
-    fused = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")[1].kernel
+    fused = passes_of(HOPPER, p, "flash2-fused")[1].kernel
     assert fused.name == "hopper_backward_" + ("roles" if tile == ROLES else "wide")
     assert HOPPER.tilings(p, H200, "backward", "flash2-fused")[0] == tile
     cells = BlockMask(np.eye(n // 128, dtype=bool), 128, 128)
@@ -650,8 +642,7 @@ def test_clusters_that_all_run_at_once_by_the_drivers_number():
 
     def blocks(clusters, problem=p):
         gpu = replace(H200, clusters=clusters)
-        given = problem, None, gpu, "ascending", "", "flash2"
-        return HOPPER.backward_passes(*given)[1].kernel.cluster
+        return passes_of(HOPPER, problem, "flash2", gpu=gpu)[1].kernel.cluster
 
     assert blocks(()) == 4
     assert blocks(((4, 30), (8, 15))) == 8
@@ -664,11 +655,11 @@ def test_head_groups_under_a_window_stay_in_l2():
     p = Problem(
         2569, head_dim=128, batch=4, heads=44, kv_heads=11, dtype="bfloat16", window=(854, 0)
     )
-    fused = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")[1]
+    fused = passes_of(HOPPER, p, "flash2-fused")[1]
     rows = 4 * 2569 * 128 * (2 + 2 + 4)  # Q, dO and float32 dQ of a group's four query heads
     assert fused.clump * rows <= H200.l2_bytes
     short = replace(p, n_q=300, n_kv=300, window=(100, 0))  # all heads fit, and end sooner together
-    fused = HOPPER.backward_passes(short, None, H200, "ascending", "", "flash2-fused")[1]
+    fused = passes_of(HOPPER, short, "flash2-fused")[1]
     assert fused.clump == 44
 
 
@@ -689,7 +680,7 @@ def test_head_groups_of_kernels_with_roles(
     sizes = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads}
     p = Problem(n, n, head_dim, **sizes, dtype="bfloat16", causal=True)
     gpu = replace(H200, l2_bytes=50 << 20)  # an H100's
-    fused = HOPPER.backward_passes(p, None, gpu, "ascending", "", "flash2-fused")[1]
+    fused = passes_of(HOPPER, p, "flash2-fused", gpu=gpu)[1]
     assert fused.clump == heads_in_group
     assert bool(dict(fused.kernel.constants).get("FS_IN_STEP")) == in_step
 
@@ -745,17 +736,15 @@ def test_two_stages_and_all_tiles_lie_in_shared_memory():
 def test_a_producer_and_each_consumer_warpgroup_stamp_the_time():
     assert [k.roles for k in kernels(PROBLEMS["64"])] == [4, 3, 3, 3]
     assert {k.roles for k in kernels(PROBLEMS["128"])} == {3}
-    passes = PORTABLE.forward_passes(PROBLEMS["64"], None, H200, "ascending", "timeline")
+    passes = passes_of(PORTABLE, PROBLEMS["64"], report="timeline")
     assert passes[0].kernel.roles == 1
 
 
 def test_blocks_are_persistent():
     p = Problem(4096, 4096, 128, heads=16, dtype="bfloat16")
-    (one,) = HOPPER.forward_passes(p, None, H200, "ascending", "")
+    (one,) = passes_of(HOPPER, p)
     assert one.grid == (132,)
-    (small,) = HOPPER.forward_passes(
-        Problem(200, 200, 128, dtype="bfloat16"), None, H200, "ascending", ""
-    )
+    (small,) = passes_of(HOPPER, Problem(200, 200, 128, dtype="bfloat16"))
     assert small.grid == (2,)
 
 
@@ -782,7 +771,7 @@ def test_other_gpus_and_tilings_are_refused():
     assert "compute capability 9.0, and A100 has 8.0" in HOPPER.refusal(p, None, A100, "forward")
     assert "64 x 64" in HOPPER.refusal(p, Tiling(64, 64), H200, "forward")
     with pytest.raises(UnsupportedError, match=r"do not run this: .*try kernel='portable'"):
-        HOPPER.forward_passes(p, Tiling(64, 64), H200, "ascending", "")
+        passes_of(HOPPER, p, tiling=Tiling(64, 64))
 
 
 @pytest.mark.parametrize(
@@ -808,7 +797,7 @@ def test_rings_have_as_many_stages_as_fit():
     assert HOPPER.rings(p, tiling, H200) == Rings(3)
     assert HOPPER.rings(p, tiling, replace(H200, shared_bytes=200 << 10)) == Rings(2)
     assert HOPPER.rings(p, Tiling(128, 176), H200) == Rings(2)
-    (one,) = HOPPER.forward_passes(p, tiling, H200, "ascending", "")
+    (one,) = passes_of(HOPPER, p, tiling=tiling)
     assert dict(one.kernel.constants)["FS_STAGES"] == 3
     assert one.kernel.shared_bytes == HOPPER.forward_bytes(p, tiling, Rings(3))
 
@@ -851,7 +840,7 @@ def forms(problem, multiprocessors):
     gpu = replace(H200, multiprocessors=multiprocessors)
     return [
         cost_model.backward_microseconds.__wrapped__(
-            HOPPER.backward_passes(problem, None, gpu, "ascending", "", algorithm), gpu
+            passes_of(HOPPER, problem, algorithm, gpu=gpu), gpu
         )
         for algorithm in ("flash2", "flash2-fused")
     ]
@@ -909,7 +898,7 @@ def test_every_tiling_offered_is_runnable():
     for p in PROBLEMS.values():
         if p.cu_seqlens_q is None and p.block_mask is None:
             for tiling in HOPPER.tilings(p, H200, "forward"):
-                (one,) = HOPPER.forward_passes(p, tiling, H200, "ascending", "")
+                (one,) = passes_of(HOPPER, p, tiling=tiling)
                 assert one.tables.schedule.tiling == tiling
 
 
@@ -993,9 +982,7 @@ def test_a_refused_tensor_map_says_what_to_do(driver, monkeypatch):
 
 def test_kernels_say_that_they_need_hoppers_instructions():
     assert all("-arch=sm_90a" in k.options for k in kernels(PROBLEMS["128"]))
-    (rows, _, _) = HOPPER.backward_passes(
-        PROBLEMS["128"], None, H200, "ascending", "", "flash2-fused"
-    )
+    (rows, _, _) = passes_of(HOPPER, PROBLEMS["128"], "flash2-fused")
     assert rows.kernel.name == "flash_delta"
     assert not any("-arch" in o for o in rows.kernel.options)
     assert isinstance(rows.kernel, launch.Kernel)
@@ -1036,7 +1023,7 @@ def test_an_unknown_kernel_is_named():
 )
 def test_warpgroups_take_turns_but_at_128_columns_and_many_keys(d, d_v, keys, turns):
     problem = Problem(256, keys, d, head_dim_v=d_v, dtype="bfloat16")
-    (one,) = HOPPER.forward_passes(problem, None, H200, "ascending", "")
+    (one,) = passes_of(HOPPER, problem)
     assert dict(one.kernel.constants)["FS_TURNS"] == int(turns)
 
 
@@ -1046,7 +1033,7 @@ def test_dq_is_stored_after_one_visit_where_that_is_faster():
     assert [HOPPER.stores_dq(few, H200, ordered=x) for x in (False, True)] == [False, True]
     many = replace(few, batch=8)
     assert HOPPER.stores_dq(many, H200, ordered=False)
-    (only,) = HOPPER.backward_passes(many, None, H200, "ascending", "", "flash2-once")
+    (only,) = passes_of(HOPPER, many, "flash2-once")
     assert only.kernel.boxes[-1].tensor == "dq"
     visits, options = "a row tile visits several or none", "needs a head_dim up to 128, and no"
     for other, why in (
@@ -1058,7 +1045,7 @@ def test_dq_is_stored_after_one_visit_where_that_is_faster():
         assert HOPPER.refusal(other, None, H200, "backward", "flash2-once")
         assert not HOPPER.stores_dq(other, H200, ordered=True)
         with pytest.raises(UnsupportedError, match=why):
-            HOPPER.backward_passes(other, None, H200, "ascending", "", "flash2-once")
+            passes_of(HOPPER, other, "flash2-once")
     assert not PORTABLE.stores_dq(many, H200, ordered=True)
     with pytest.raises(TilingError, match="flash2-fused"):
-        PORTABLE.backward_passes(many, None, H200, "ascending", "", "flash2-once")
+        passes_of(PORTABLE, many, "flash2-once")

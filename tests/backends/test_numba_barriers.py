@@ -28,6 +28,8 @@ from flashsim.backends.numba_gpu.hopper.smem_layout import (
     STOP,
     WALK,
     KeysOutside,
+    OnChip,
+    Roles,
 )
 
 pytestmark = pytest.mark.promise("every barrier is needed")
@@ -43,12 +45,8 @@ SHAPES = {"early": (128, 64), "carried": (64, 128), "neither": (80, 128)}
 ROWS = 1 << 20  # of a query head
 DATA = 1 << 40  # where dV is; dK is at 0
 
-#: Roles of a block, a warp or a warpgroup each: name, warpgroup (of senders: whose dQ they send),
-#: and their first thread.
-ROLES = {
-    **{("producer", 0): 0, ("statistics", 0): 32, ("sender", 0): 64, ("sender", 1): 96},
-    **{("consumer", 0): 128, ("consumer", 1): 256},
-}
+#: Roles of a block, a warp or a warpgroup each, and the first thread of the first one.
+THREADS = {"producer": 0, "statistics": 32, "sender": 64, "consumer": 128}
 #: What a block waits for besides mbarriers, by what `ignored` calls it: the number of a named
 #: barrier, or which of the cluster's it is.
 NAMED = {"tiles read": 6}
@@ -145,11 +143,32 @@ class Cluster:
         return any(role[2] == rank for role in self.lots.ready)
 
 
+def apart_of(at):
+    """The bytes of a stage of each region; of dQ a warpgroup's, of one dO a chunk's."""
+    if isinstance(at, OnChip):
+        return {"q": at.q_bytes, "k": at.k_bytes, "v": at.v_bytes}
+    scores = at.ds_bytes if isinstance(at, KeysOutside) else at.scores_bytes
+    dout = at.block_q * 128 if isinstance(at, Roles) else at.query_bytes
+    return {
+        **{"k": at.key_bytes, "v": at.key_bytes, "q": at.query_bytes, "dout": dout},
+        **{"p": scores, "ds": scores, "dq": at.dq_bytes},
+        **{"lse": at.block_q * 4, "delta": at.block_q * 4},
+    }
+
+
+def roles_of(at):
+    """A block's roles: name, and warpgroup (of senders: whose dQ they send)."""
+    senders = 1 if isinstance(at, Roles) else 2
+    counts = {"producer": 1, "statistics": 1, "sender": senders, "consumer": at.groups}
+    return [(name, x) for name, count in counts.items() for x in range(count)]
+
+
 class Block:
     """What a block's roles share: tiles in shared memory, barriers, products under way.
 
-    `heads` query heads have a key head; the barriers of kinds that are `ignored` nobody waits for.
-    Without a `cluster` its roles run alone, and not the kernel around them.
+    `heads` query heads have a key head; the barriers (by kind, or named ones by number) that are
+    `ignored` nobody waits for. Without a `cluster` its roles run alone, and not the kernel around
+    them.
     """
 
     def __init__(self, at, lots, heads, ignored, cluster=None):
@@ -160,17 +179,20 @@ class Block:
             cluster.blocks.append(self)
         self.left = dict(at.barrier_arrivals)  # arrivals that end each mbarrier's phase
         self.phase, self.named, self.waiting = dict.fromkeys(self.left, 0), {}, {}
-        kinds = [kind for kind in ignored if kind in at.arrivals]
-        self.ignored = [at.barrier(kind) + 8 * x for kind in kinds for x in range(2)]
-        self.passed = [NAMED[kind] for kind in ignored if kind in NAMED]
-        self.flying = {0: [], 1: []}  # of each warpgroup: what a group of products reads
+        counts = {kind: count for kind, (count, _) in at.arrivals.items() if kind in ignored}
+        self.ignored = [at.barrier(kind) + 8 * x for kind, n in counts.items() for x in range(n)]
+        self.passed = [NAMED.get(kind, kind) for kind in ignored]
+        # of each warpgroup: what a group of products reads
+        self.flying = {group: [] for group in range(at.groups)}
+        self.apart = apart_of(at)
         self.owed = dict.fromkeys(self.left, 0)  # bytes of copies of each mbarrier
         self.sent, self.stored = [], []
 
     @property
     def thread(self):
         """The first one of the role."""
-        return ROLES[self.lots.mine.role[:2]]
+        kind, number = self.lots.mine.role[:2]
+        return THREADS[kind] + number * (128 if kind == "consumer" else 32)
 
     @property
     def group(self):
@@ -178,11 +200,11 @@ class Block:
         return self.lots.mine.role[1]
 
     def where(self, address):
-        """Region and stage (of dQ: warpgroup) of an address."""
+        """Region and stage of an address (see `apart_of`; of the forward's Q: warpgroup)."""
         for name, size in self.at.regions.items():
             first = self.at.region(name)
             if first <= address < first + size:
-                return name, 0 if name in "kv" else (address - first) // (size // 2)
+                return name, (address - first) // self.apart[name]
         raise ValueError(address)
 
     def begin(self, shared):
@@ -198,7 +220,8 @@ class Block:
         """Of a warp, as a rule; of a whole warpgroup; or of all lanes with statistics."""
         assert self.begun, "a barrier that does not exist yet"
         if condition:
-            role, full = self.lots.mine.role[0], self.at.barrier("full")
+            role = self.lots.mine.role[0]
+            full = self.at.barrier("full") if role == "statistics" else None
             lanes = role == "statistics" and barrier in (full, full + 8)
             self.left[barrier] -= 32 if lanes else 4 if role == "consumer" else 1
             assert self.left[barrier] >= 0, "more arrivals than a phase takes"
@@ -221,9 +244,9 @@ class Block:
         self.named[barrier] = (count % threads, laps + count // threads)
         return laps
 
-    def sync_all(self, roles=6):
+    def sync_all(self):
         """As many threads as roles."""
-        count, laps = self.named.get(0, (0, 0))
+        (count, laps), roles = self.named.get(0, (0, 0)), len(roles_of(self.at))
         self.named[0] = ((count + 1) % roles, laps + (count + 1) // roles)
         self.lots.step(lambda: self.named[0][1] > laps)
 
@@ -566,7 +589,7 @@ def run(monkeypatch):
             items, walk = item_functions(block, counts, iter(mine[1:]))
             replace_all(monkeypatch, backward, block, items, walk, scored, played)
             kernel = backward.hopper_backward_kernel(c)
-            roles |= {(*role, rank): partial(kernel, *[0] * 5, a, 1) for role in ROLES}
+            roles |= {(*role, rank): partial(kernel, *[0] * 5, a, 1) for role in roles_of(at)}
         lots.run(roles)
         visits = {
             x: tuple((x * heads + h, n * block_q) for h in range(heads) for n in range(counts[x]))

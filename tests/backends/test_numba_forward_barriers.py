@@ -28,35 +28,6 @@ SHAPES = {
 BLOCK_K = 128
 
 
-class ForwardBlock(Block):
-    """One with `OnChip`."""
-
-    def __init__(self, at, lots, ignored):
-        super().__init__(at, lots, 1, ())
-        self.flying = {group: [] for group in range(at.groups)}
-        counts = {kind: count for kind, (count, _) in at.arrivals.items()}
-        self.ignored = [at.barrier(kind) + 8 * x for kind in ignored for x in range(counts[kind])]
-
-    def where(self, address):
-        """Region and stage (of Q: warpgroup) of an address."""
-        sizes = {"q": self.at.q_bytes, "k": self.at.k_bytes, "v": self.at.v_bytes}
-        for name, size in self.at.regions.items():
-            first = self.at.region(name)
-            if first <= address < first + size:
-                return name, (address - first) // sizes[name]
-        raise ValueError(address)
-
-    def arrive(self, barrier, condition):
-        """Of the producer, or of a warpgroup's four warps."""
-        if condition:
-            self.left[barrier] -= 4 if self.lots.mine.role[0] == "consumer" else 1
-            assert self.left[barrier] >= 0, "more arrivals than a phase takes"
-            if not self.left[barrier]:
-                self.left[barrier] = self.at.barrier_arrivals[barrier]
-                self.phase[barrier] += 1
-        self.lots.step()
-
-
 def ring_of(block):
     """`hopper.Ring`, played."""
 
@@ -150,7 +121,7 @@ def run(monkeypatch):
     def of(shape, seed, ignored=()):
         block_q, d, stages, turns = SHAPES[shape]
         at, lots = OnChip(block_q, BLOCK_K, d, d, stages), Lots(seed)
-        block = ForwardBlock(at, lots, ignored)
+        block = Block(at, lots, 1, ignored)
         thread = SimpleNamespace(x=0)
         replaced = {
             **played(block),

@@ -12,11 +12,11 @@ import pytest
 binding = pytest.importorskip("llvmlite.binding")
 pytest.importorskip("numba_cuda")
 
-from compiled import compares_maxima, kernels_only, thorough  # noqa: E402
-from gpus import GPUS  # noqa: E402
+from compiled import compares_maxima, kernels_only, thorough, usage  # noqa: E402
+from gpus import kernel_of, passes_of  # noqa: E402
 from llvmlite import ir  # noqa: E402
 from numba.cuda import cgutils  # noqa: E402
-from test_numba_kernels import SPILL_BYTES, compiled, ptxas, resources  # noqa: E402
+from test_numba_kernels import SPILL_BYTES, compiled, ptxas  # noqa: E402
 
 from flashsim import Problem, Tiling  # noqa: E402
 from flashsim.backends.launch import kernel as launch  # noqa: E402
@@ -328,7 +328,7 @@ PACKED = {"cu_seqlens_q": (0, 20, 45), "cu_seqlens_k": (0, 20, 50), "batch": 1}
 def test_tensor_kernels_compile(stage, more):
     text = ptx_of(TENSOR, stage, problem(**more), Tiling(16, 16))
     assert ("red.global.add.f32" in text) == (stage in ("dkdv", "fused"))
-    _, log = compiler.assemble(text, GPUS["sm_90"].compute_capability)
+    _, log = compiler.assemble(text, (9, 0))
     assert " 0 bytes spill stores" in log
 
 
@@ -340,7 +340,7 @@ def test_a_maximum_is_compared_by_an_instruction_of_its_own():
     """ptxas has an instruction that computes both, and its result is wrong."""
     p = problem(score_mod=None, score_grads=(), mask_mod=of_extremes)
     text = ptx_of(TENSOR, "forward", p, Tiling(16, 16))
-    cubin, _ = compiler.assemble(text, GPUS["sm_90"].compute_capability)
+    cubin, _ = compiler.assemble(text, (9, 0))
     assert "max.s32" in text
     assert not compares_maxima(cubin)
 
@@ -363,7 +363,7 @@ def test_hopper_kernels_compile(stage, more):
     given = {"score_mod": relative, "score_grads": ("table",), **more}
     log, _ = ptxas(ptx_of(HOPPER, stage, problem(**given)))
     assert "C75" not in log, log
-    registers, _, spilled = resources(log)
+    registers, _, spilled = usage(log)
     assert registers <= 168
     assert spilled <= SPILL_BYTES
 
@@ -378,20 +378,12 @@ def test_functions_get_scaled_scores(function, name, algorithm):
     """Unlike C++ kernels, which may add a term to scores minus log-sum-exp."""
     for wanted in ((), (name,)):
         p = problem(score_mod=function, score_grads=wanted, head_dim=64)
-        given = p, None, GPUS["sm_90"], "ascending", ""
-        passes = [*HOPPER.forward_passes(*given), *HOPPER.backward_passes(*given, algorithm)]
-        made = [dict(x.kernel.constants) for x in passes if x.kernel.boxes]
+        every = (*passes_of(HOPPER, p), *passes_of(HOPPER, p, algorithm))
+        made = [dict(x.kernel.constants) for x in every if x.kernel.boxes]
         assert [(x["FS_SCALED"], x["FS_SCORE_MOD"]) for x in made] == [(1, 1)] * len(made)
         assert len(made) == (2 if algorithm == "flash2-fused" else 3)
 
 
 def ptx_of(family, stage, p, tiling=None):
     """The PTX of a stage's kernel."""
-    gpu = GPUS["sm_90"]
-    given = p, tiling, gpu, "ascending", ""
-    if stage == "forward":
-        passes = family.forward_passes(*given)
-    else:
-        passes = family.backward_passes(*given, "flash2-fused" if stage == "fused" else "flash2")
-    (kernel,) = (x.kernel for x in passes if x.stage.name == stage)
-    return compiled(kernel, gpu.compute_capability)
+    return compiled(kernel_of(family, p, stage, tiling=tiling), (9, 0))

@@ -20,13 +20,15 @@ from compiled import (
     kernels_only,
     loads_under_the_last_products,
     thorough,
+    usage,
 )
-from gpus import A100, H200, ODD
+from gpus import A100, H200, ODD, kernel_of, passes_of
 
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
+from flashsim.backends.launch_policy.hopper import HOPPER as CPP
 from flashsim.engines.protocol import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
@@ -34,6 +36,7 @@ from flashsim.problem.masks import BlockMask
 pytestmark = pytest.mark.promise("kernels compile")
 
 try:
+    from flashsim.backends.numba_gpu import compiler
     from flashsim.backends.numba_gpu.hopper.smem_layout import KeysOutside
     from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR, PythonHopper
     from flashsim.backends.numba_gpu.teaching import run as teaching_run
@@ -45,6 +48,7 @@ except ImportError as error:
 
 
 GPUS = {"sm_80": A100, "sm_90a": H200}
+ALGORITHMS = "", "flash2", "flash2-fused"
 #: Bytes a thread may spill: registers hold everything but some rarely used values.
 SPILL_BYTES = 224
 #: The same where it counts or stamps as well: addresses and counters are live throughout.
@@ -57,17 +61,8 @@ PROBLEMS = {
 
 def kernels(problem, gpu, report=""):
     """Every kernel of the forward and of both backwards, once, in an order that stays."""
-    passes = [*TENSOR.forward_passes(problem, None, gpu, "ascending", report)]
-    for algorithm in ("flash2", "flash2-fused"):
-        passes += TENSOR.backward_passes(problem, None, gpu, "ascending", report, algorithm)
-    return sorted({one.kernel for one in passes}, key=repr)
-
-
-def resources(log):
-    """Registers, stack bytes and spilled bytes, from the assembler's report."""
-    stack, stores = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
-    registers = re.search(r"Used (\d+) registers", log)[1]
-    return int(registers), int(stack), int(stores)
+    every = [passes_of(TENSOR, problem, x, gpu=gpu, report=report) for x in ALGORITHMS]
+    return sorted({one.kernel for some in every for one in some}, key=repr)
 
 
 #: Head dimensions make the kernels differ most: one more GPU each, as compiling takes long.
@@ -80,8 +75,6 @@ WIDTHS = {
 
 
 def check(kernel, arch, limit, report=""):
-    from flashsim.backends.numba_gpu import compiler
-
     text = compiled(kernel, GPUS[arch].compute_capability)
     assert f".target {arch}" in text
     assert ".local" not in text  # no array that the compiler could not keep in registers
@@ -89,7 +82,7 @@ def check(kernel, arch, limit, report=""):
     assert ("red.global.add.u32" in text) == bool(report)  # compiled in only where asked for
     assert ("%clock64" in text) == (report == "timeline")
     _, log = compiler.assemble(text, GPUS[arch].compute_capability)
-    registers, stack, spilled = resources(log)
+    registers, stack, spilled = usage(log)
     assert registers <= 65536 // kernel.threads
     assert spilled <= limit, (kernel, log)
     assert stack <= -(-spilled // 8) * 8  # nothing but spills; a frame is a multiple of 8
@@ -110,10 +103,8 @@ def test_tensor_core_kernels_assemble_in_registers(name, arch):
 
 def test_a_kernel_of_each_kind_assembles_in_registers():
     """But dQ's, whose parts the fused one has."""
-    p, gpu = PROBLEMS["fp16 odd"], GPUS["sm_80"]
-    (forward,) = TENSOR.forward_passes(p, None, gpu, "ascending", "")
-    backward = TENSOR.backward_passes(p, None, gpu, "ascending", "", "flash2-fused")
-    made = [one.kernel for one in (forward, *backward)]
+    found = [passes_of(TENSOR, PROBLEMS["fp16 odd"], x, gpu=A100) for x in ("", "flash2-fused")]
+    made = [one.kernel for some in found for one in some]
     assert len(made) == 4
     for kernel in made:
         check(kernel, "sm_80", SPILL_BYTES)
@@ -132,9 +123,7 @@ def test_other_head_dims_assemble_in_registers(name, arch):
     [kernels_only("fused", "counts"), thorough("forward", "counts"), thorough("fused", "timeline")],
 )
 def test_kernels_that_report_assemble_in_registers(stage, report):
-    given = PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "ascending", report
-    made = TENSOR.forward_passes(*given) + TENSOR.backward_passes(*given, "flash2-fused")
-    (kernel,) = (one.kernel for one in made if one.stage.name == stage)
+    kernel = kernel_of(TENSOR, PROBLEMS["bf16 128 causal"], stage, report=report)
     check(kernel, "sm_90a", REPORT_SPILL_BYTES, report)
 
 
@@ -168,15 +157,10 @@ class Deferring(PythonHopper):
 def hopper_kernel(problem, report="", stage="forward"):
     """The kernel of a stage; "in order" is the fused one that adds to dQ so, "deferred" the one
     that computes it a visit later."""
-    given = problem, None, GPUS["sm_90a"], "ascending", report
     family = Deferring(**vars(HOPPER), deferred=stage in ("deferred", "in order"))
-    if stage == "forward":
-        passes = family.forward_passes(*given)
-    else:
-        algorithm = "flash2" if stage in ("dkdv", "dq") else "flash2-fused"
-        passes = family.backward_passes(*given, algorithm, ordered=stage == "in order")
+    ordered = {"ordered": True} if stage == "in order" else {}
     name = "fused" if stage in FUSED else stage
-    (kernel,) = (one.kernel for one in passes if one.stage.name == name)
+    kernel = kernel_of(family, problem, name, report=report, **ordered)
     assert dict(kernel.constants).get("FS_DEFERRED", 0) == (stage == "deferred")
     return kernel
 
@@ -194,8 +178,6 @@ def compiled(kernel, capability=(9, 0)):
     of the time.
     """
     from numba.cuda.core import ir
-
-    from flashsim.backends.numba_gpu import compiler
 
     itself = lambda this, memo: this  # noqa: E731
     with (
@@ -269,8 +251,7 @@ def check_overlap(kernel, text, *, lets):
 @pytest.mark.parametrize("stage", ["delta", "convert"])
 def test_row_wise_kernels_wait_before_they_touch_anything(stage):
     for family, overlaps in ((HOPPER, True), (TENSOR, False)):
-        given = PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "ascending", "", "flash2-fused"
-        (kernel,) = (x.kernel for x in family.backward_passes(*given) if x.stage.name == stage)
+        kernel = kernel_of(family, PROBLEMS["bf16 128 causal"], stage)
         text = compiled(kernel)
         if overlaps:
             check_overlap(kernel, text, lets=stage in LETS_OTHERS_START)
@@ -287,9 +268,8 @@ def test_delta_less_a_gradient_of_the_lse(report):
     from flashsim.backends.numba_gpu.tensor.backward_rows import DEEP
 
     problem = PROBLEMS["bf16 128 causal"]
-    given = None, GPUS["sm_80"], "ascending", report, "flash2-fused"
     without, found = (
-        [one.kernel for one in TENSOR.backward_passes(p, *given)]
+        [one.kernel for one in passes_of(TENSOR, p, "flash2-fused", gpu=A100, report=report)]
         for p in (problem, replace(problem, dlse=True))
     )
     assert found[1:] == without[1:]
@@ -303,7 +283,7 @@ def check_hopper(kernel, text, groups, limit):
     check_groups(text, groups)
     log, _ = ptxas(text)
     assert "C75" not in log, log  # C7504: setmaxnreg is ignored; C7509 ...: wgmma is serialised
-    registers, stack, spilled = resources(log)
+    registers, stack, spilled = usage(log)
     assert registers * kernel.threads <= 65536
     # Stamps take more registers than the producer has; what they cost is theirs.
     assert max(stack, spilled) <= limit
@@ -365,14 +345,11 @@ WIDE_SPILLS = {"roles": 16}
     ],
 )
 def test_the_wide_backwards_assemble_in_registers_and_asynchronously(name, softcap):
-    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
-
     d, algorithm, stage, tiling, groups = WIDE[name]
     p = Problem(4096, 4096, d, heads=64, dtype="bfloat16", causal=True, softcap=softcap)
-    given = p, tiling, GPUS["sm_90a"], "ascending", "", algorithm
     mine, other = (
-        next(x.kernel for x in family.backward_passes(*given) if x.stage.name == stage)
-        for family in (HOPPER, CPP)
+        next(x.kernel for x in passes_of(f, p, algorithm, tiling=tiling) if x.stage.name == stage)
+        for f in (HOPPER, CPP)
     )
     assert (mine.name, mine.threads, mine.boxes) == (other.name, other.threads, other.boxes)
     assert mine.shared_bytes <= other.shared_bytes
@@ -395,13 +372,9 @@ def test_statistics_of_the_next_visit_are_loaded_under_the_last_products(name, l
 
 
 def test_dq_is_deferred_where_cpps_is():
-    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
-
     def deferred(family, problem, ordered=False):
-        given = problem, None, GPUS["sm_90a"], "ascending", "", "flash2-fused", ordered
-        return [
-            dict(one.kernel.constants).get("FS_DEFERRED") for one in family.backward_passes(*given)
-        ]
+        made = passes_of(family, problem, "flash2-fused", ordered=ordered)
+        return [dict(one.kernel.constants).get("FS_DEFERRED") for one in made]
 
     long, short = HOPPER_PROBLEMS["64 causal"], replace(HOPPER_PROBLEMS["64 causal"], n_q=1024)
     for problem, late in ((long, 1), (short, 0)):
@@ -490,19 +463,10 @@ def test_each_warpgroup_reads_and_sends_the_queries_of_its_piece_of_dq(block_q, 
 
 def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():
     """The layouts are the same but for item slots."""
-    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
-
-    h200 = GPUS["sm_90a"]
     for problem in (HOPPER_PROBLEMS["128"], HOPPER_PROBLEMS["64 causal"]):
-        for algorithm, ordered in (
-            ("flash2", False),
-            ("flash2-fused", False),
-            ("flash2-fused", True),
-        ):
-            given = problem, None, h200, "ascending", "", algorithm, ordered
-            for mine, other in zip(
-                HOPPER.backward_passes(*given), CPP.backward_passes(*given), strict=True
-            ):
+        for name, ordered in (("flash2", False), ("flash2-fused", False), ("flash2-fused", True)):
+            found = (passes_of(x, problem, name, ordered=ordered) for x in (HOPPER, CPP))
+            for mine, other in zip(*found, strict=True):
                 assert mine.kernel.shared_bytes <= other.kernel.shared_bytes
                 assert mine.kernel.boxes == other.kernel.boxes
                 assert mine.kernel.threads == other.kernel.threads or not mine.kernel.boxes
@@ -541,8 +505,7 @@ LAUNCHES = {
 
 def launches(family, problem, report="", *, algorithm="flash2-fused", ordered=False):
     """Of the backward's pass with keys outside."""
-    given = problem, None, GPUS["sm_90a"], "ascending", report, algorithm, ordered
-    one = family.backward_passes(*given)[1]
+    one = passes_of(family, problem, algorithm, report=report, ordered=ordered)[1]
     return (*one.before, one)
 
 
@@ -550,8 +513,6 @@ def launches(family, problem, report="", *, algorithm="flash2-fused", ordered=Fa
 def test_clusters_share_what_they_share_in_cpp(name):
     """Few items; and of items that are all alike what whole rounds leave, in launches that come
     first, but where anything is reported or added in order. Tiles are the same here."""
-    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
-
     problem, expected = LAUNCHES[name]
     for family in (HOPPER, CPP):
         found = launches(family, problem)
@@ -644,8 +605,6 @@ def test_every_cluster_assembles_in_registers_and_asynchronously(name, stage, bl
 
 
 def test_an_item_that_is_timed_has_one_block():
-    from flashsim.backends.numba_gpu import compiler
-
     kernel = launches(HOPPER, LAUNCHES["few"][0])[0].kernel
     timed = replace(kernel, constants=(*kernel.constants, ("FS_TIMELINE", 1)))
     with pytest.raises(AssertionError, match="items have one block there"):
@@ -656,11 +615,8 @@ def test_an_item_that_is_timed_has_one_block():
     ("name", "stages", "turns"), [("128", 2, 0), ("64 causal", 3, 1), ("256", 2, 1)]
 )
 def test_rings_and_turns_of_the_forward_are_cpps(name, stages, turns):
-    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
-
-    given = HOPPER_PROBLEMS[name], None, GPUS["sm_90a"], "ascending", ""
     for family in (CPP, HOPPER):
-        (one,) = family.forward_passes(*given)
+        (one,) = passes_of(family, HOPPER_PROBLEMS[name])
         made = dict(one.kernel.constants)
         assert (made["FS_STAGES"], made["FS_TURNS"]) == (stages, turns)
         assert one.kernel.shared_bytes <= GPUS["sm_90a"].shared_bytes
@@ -680,7 +636,6 @@ def test_output_is_waited_for_between_the_maxima_and_the_exponentials(name):
 @pytest.mark.kernels
 def test_ptxas_says_where_an_output_is_not_waited_for(monkeypatch):
     """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""
-    from flashsim.backends.numba_gpu import compiler
     from flashsim.backends.numba_gpu.emit import FRAGMENT, Like, emitted
     from flashsim.backends.numba_gpu.hopper import ptx, wgmma_tiles
 
@@ -711,16 +666,14 @@ def test_ptxas_says_where_an_output_is_not_waited_for(monkeypatch):
     ],
 )
 def test_what_hoppers_kernels_do_not_take_is_refused_with_a_reason(change, tiling, gpu, why):
-
     p = Problem(512, 512, 128, dtype="bfloat16", **change)
     assert HOPPER.refusal(PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "forward") is None
     assert why in HOPPER.refusal(p, tiling, GPUS[gpu], "forward")
     with pytest.raises(UnsupportedError, match=f"{why}.*try kernel='tensor'"):
-        HOPPER.forward_passes(p, tiling, GPUS[gpu], "ascending", "")
+        passes_of(HOPPER, p, tiling=tiling, gpu=GPUS[gpu])
 
 
 def test_hoppers_kernels_are_taken_where_they_run():
-
     job = Job(PROBLEMS["bf16 128 causal"], None, None, None)
     chosen = numba_engine._family
     h200 = GPUS["sm_90a"]
@@ -744,27 +697,20 @@ def test_hoppers_kernels_are_taken_where_they_run():
 
 @pytest.mark.kernels
 def test_stamps_are_compiled_in_where_asked_for():
-    from flashsim.backends.numba_gpu import compiler
-
-    gpu = GPUS["sm_80"]
-    (one,) = TENSOR.forward_passes(PROBLEMS["fp16 odd"], None, gpu, "ascending", "timeline")
-    text = compiler.ptx(one.kernel, gpu.compute_capability)
+    (one,) = passes_of(TENSOR, PROBLEMS["fp16 odd"], gpu=A100, report="timeline")
+    text = compiler.ptx(one.kernel, (8, 0))
     assert "red.global.add.u32" in text
     assert "%clock64" in text
 
 
 def small_kernel():
     """The kernel that compiles fastest."""
-    one = TENSOR.backward_passes(
-        PROBLEMS["fp16 odd"], None, GPUS["sm_80"], "ascending", "", "flash2-fused"
-    )[-1]
+    one = passes_of(TENSOR, PROBLEMS["fp16 odd"], "flash2-fused", gpu=A100)[-1]
     assert one.kernel.name == "flash_convert"
     return one.kernel
 
 
 def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
-    from flashsim.backends.numba_gpu import compiler
-
     monkeypatch.setenv("FLASHSIM_CACHE_DIR", str(tmp_path))
     kernel = small_kernel()
     made = compiler.image(kernel, (8, 0))
@@ -793,8 +739,6 @@ def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("fault", ["a file in the way", "full"])
 def test_kernels_that_cannot_be_kept_are_compiled_in_memory(fault, tmp_path, monkeypatch, capsys):
-    from flashsim.backends.numba_gpu import compiler
-
     folder = tmp_path / "cache"
     monkeypatch.setenv("FLASHSIM_CACHE_DIR", str(folder))
     monkeypatch.setattr(compiler, "ptx", lambda *_: "text")
@@ -850,7 +794,6 @@ def test_cuda_kernels_compile_in_memory_where_cupys_cache_cannot_be_written(monk
 def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
     from numba import cuda, types
 
-    from flashsim.backends.numba_gpu import compiler
     from flashsim.backends.numba_gpu.teaching import kernels as teaching
 
     problem = Problem(64, 64, 64, 32, heads=2, kv_heads=1, dtype="float32")
@@ -883,7 +826,7 @@ def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
             *(function, types.void(*signature)), device=False, abi="numba", cc=cc, output="ptx"
         )
         _, log = compiler.assemble(text, cc)
-        _, stack, spilled = resources(log)
+        _, stack, spilled = usage(log)
         assert (stack, spilled) == (0, 0), name
         used[name] = sum(map(int, re.findall(r"\.shared .*\[(\d+)\];", text)))
     tiling = Tiling(16, 8)

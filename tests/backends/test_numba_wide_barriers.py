@@ -29,6 +29,7 @@ from test_numba_barriers import (
     machine,
     parts,
     replace_all,
+    roles_of,
     same,
 )
 
@@ -45,43 +46,6 @@ SHAPES = {
     "256 fused": (256, 1),
     "roles": None,
 }
-FIRST = {"producer": 0, "statistics": 32, "sender": 64, "consumer": 128}  # threads
-
-
-class WideBlock(Block):
-    """One with either layout; barriers and named barriers that are `ignored` nobody waits for."""
-
-    def __init__(self, at, lots, heads, ignored, cluster):
-        super().__init__(at, lots, heads, (), cluster)
-        self.senders = 1 if isinstance(at, Roles) else 2
-        self.flying = {group: [] for group in range(at.groups)}
-        counts = {kind: count for kind, (count, _) in at.arrivals.items()}
-        kinds = [kind for kind in ignored if kind in counts]
-        self.ignored = [at.barrier(kind) + 8 * x for kind in kinds for x in range(counts[kind])]
-        self.passed = [NAMED.get(kind, kind) for kind in ignored]
-        apart = {"q": at.query_bytes, "dout": at.query_bytes, "dq": at.dq_bytes}
-        apart |= {"k": at.key_bytes, "v": at.key_bytes}
-        apart |= dict.fromkeys(("p", "ds"), at.scores_bytes)
-        apart |= dict.fromkeys(("lse", "delta"), at.block_q * 4)
-        if isinstance(at, Roles):
-            apart["dout"] = at.block_q * 128  # a chunk
-        self.apart = apart
-
-    @property
-    def thread(self):
-        kind, number = self.lots.mine.role[:2]
-        return FIRST[kind] + number * (128 if kind == "consumer" else 32)
-
-    def where(self, address):
-        """Region, and stage; of dQ the warpgroup, and of a dO with one stage the chunk."""
-        for name, size in self.at.regions.items():
-            first = self.at.region(name)
-            if first <= address < first + size:
-                return name, (address - first) // self.apart[name]
-        raise ValueError(address)
-
-    def sync_all(self):
-        super().sync_all(2 + self.senders + self.at.groups)
 
 
 def played(block):
@@ -241,14 +205,11 @@ def run(monkeypatch):
         make = "hopper_backward_roles_kernel" if by_roles else "hopper_backward_wide_kernel"
         roles = {}
         for rank in range(blocks):
-            block = WideBlock(at, lots, heads, ignored, cluster)
+            block = Block(at, lots, heads, ignored, cluster)
             items, walk = item_functions(block, counts, iter(mine[1:]))
             replace_all(monkeypatch, module, block, items, walk, scored, played)
-            names = [("producer", 0), ("statistics", 0)]
-            names += [("sender", x) for x in range(block.senders)]
-            names += [("consumer", x) for x in range(at.groups)]
             kernel = getattr(module, make)(c)
-            roles |= {(*name, rank): partial(kernel, *[0] * 5, a, 1) for name in names}
+            roles |= {(*name, rank): partial(kernel, *[0] * 5, a, 1) for name in roles_of(at)}
         lots.run(roles)
         visits = {
             x: tuple(

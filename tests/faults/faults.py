@@ -361,10 +361,7 @@ FAULTS = {
     ),
     "standard-row-sum-left-out": Fault(
         "standard attention's dS = P dP",
-        STANDARD,
-        "(dP_i - D_i[..., None])",
-        "dP_i",
-        KINDS_STANDARD,
+        *(STANDARD, "(dP_i - D_i[..., None])", "dP_i", KINDS_STANDARD),
     ),
     "forgotten-store": Fault(
         "dV stays on chip",

@@ -36,9 +36,7 @@ FAULTS = {
     # -- Hopper's backward in one visit -----------------------------------------------------------
     "once-delta-of-half-the-keys": Fault(
         "delta is summed over one warpgroup's keys",
-        BACKWARD,
-        "w < 4 * WARPGROUPS; ++w) sum",
-        "w < 4; ++w) sum",
+        *(BACKWARD, "w < 4 * WARPGROUPS; ++w) sum", "w < 4; ++w) sum"),
         hopper("test_where_row_tiles_have_one_visit and packed"),
     ),
     "once-scale-left-out": Fault(
@@ -50,25 +48,18 @@ FAULTS = {
     ),
     "once-staged-without-swizzle": Fault(
         "rows of dQ are laid down as if their pieces were not permuted",
-        BACKWARD,
-        "(piece ^ lane % 8) * 16;",
-        "piece * 16;",
+        *(BACKWARD, "(piece ^ lane % 8) * 16;", "piece * 16;"),
         hopper("test_where_row_tiles_have_one_visit and packed"),
     ),
     # -- FP8 --------------------------------------------------------------------------------------
     "fp8-scale-left-out": Fault(
         "scores are not multiplied by K's scale",
-        FP8,
-        "softmax(S, alpha, to_log2 * scales.x);",
-        "softmax(S, alpha, to_log2);",
+        *(FP8, "softmax(S, alpha, to_log2 * scales.x);", "softmax(S, alpha, to_log2);"),
         fp8("test_shapes and causal and 128"),
     ),
     "fp8-scale-of-the-visit-before": Fault(
         "O is not brought from one block of V's scale to the next",
-        FP8,
-        "alpha[0] *= ratio, alpha[1] *= ratio;",
-        "",
-        fp8("test_shapes and causal and 128"),
+        *(FP8, "alpha[0] *= ratio, alpha[1] *= ratio;", "", fp8("test_shapes and causal and 128")),
     ),
     "fp8-flush-skipped": Fault(
         "one accumulator takes the products of all visits",
@@ -90,9 +81,7 @@ FAULTS = {
     ),
     "fp8-v-in-its-order": Fault(
         "V is transposed, but the keys of a sixteen stay in their order",
-        QUANTIZE,
-        "first + key_at(four, j);",
-        "first + 4 * four + j;",
+        *(QUANTIZE, "first + key_at(four, j);", "first + 4 * four + j;"),
         fp8("test_shapes and ragged and 64"),
     ),
     "fp8-quantised-v-in-its-order": Fault(
@@ -104,9 +93,7 @@ FAULTS = {
     ),
     "fp8-q-alone-rotated": Fault(
         "K is not rotated",
-        QUANTIZE,
-        "turned = ROTATE && !of_v;",
-        "turned = ROTATE && t.which == OF_Q;",
+        *(QUANTIZE, "turned = ROTATE && !of_v;", "turned = ROTATE && t.which == OF_Q;"),
         fp8("test_fa3s_outliers"),
     ),
     # -- Hopper's forward -------------------------------------------------------------------------
@@ -184,9 +171,7 @@ FAULTS = {
     ),
     "packed-rows-as-queries-in-the-mask": Fault(
         "the mask takes the number of a packed row for that of its query",
-        HOPPER_FORWARD,
-        "query_of(row + 8 * r)",
-        "row + 8 * r",
+        *(HOPPER_FORWARD, "query_of(row + 8 * r)", "row + 8 * r"),
         packed("test_results and more and 64"),
     ),
     "ragged-keys-counted": Fault(
@@ -275,9 +260,7 @@ FAULTS = {
     # -- Hopper's backward: masks and bounds ------------------------------------------------------
     "mask-skipped": Fault(
         "masked tiles are treated as full ones",
-        SHARED,
-        "if (!masked) return;\n#pragma unroll",  # where the mask is no function
-        "return;\n#pragma unroll",
+        *(SHARED, "if (!masked) return;\n#pragma unroll", "return;\n#pragma unroll"),
         hopper("test_features and causal and 64"),
     ),
     "mask-off-by-one": Fault(

@@ -18,8 +18,9 @@ import faults
 import kernel_faults
 import test_emulated_hopper
 from compiled import compiled, errors
+from gpus import passes_of
 from test_emulated import compare
-from test_hopper_kernels import H200, PROBLEMS, kernels
+from test_hopper_kernels import PROBLEMS, kernels
 
 from flashsim import Problem
 from flashsim.backends.kernels import nvrtc
@@ -58,11 +59,10 @@ def affected(fault):
         PROBLEMS["192" if fault.source in (kernel_faults.WIDE, kernel_faults.ROLES) else "128"]
     )
     for dtype in ("bfloat16", "float32"):
-        given = (Problem(113, 203, 64, dtype=dtype, causal=True), None, H200, "ascending", "")
-        passes = [*PORTABLE.forward_passes(*given), *PORTABLE.backward_passes(*given, "flash2")]
-        every += [one.kernel for one in passes]
+        p = Problem(113, 203, 64, dtype=dtype, causal=True)
+        every += [x.kernel for name in ("", "flash2") for x in passes_of(PORTABLE, p, name)]
     fp8 = Problem(512, 512, 128, dtype="float8_e4m3fn", scales=(64, 128))
-    every += [x.kernel for x in HOPPER_FP8.forward_passes(fp8, None, H200, "ascending", "")]
+    every += [x.kernel for x in passes_of(HOPPER_FP8, fp8)]
     every += quantize.kernels(128, "bfloat16", "block", (64, 128), rotate=True)
     shared = {kernel_faults.SHARED: "hopper/back", kernel_faults.WORK: "hopper/"}
     files = {k.file: k for k in every}

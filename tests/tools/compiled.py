@@ -66,6 +66,13 @@ def _compiled(text, file, options):
     return nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
 
 
+def usage(log):
+    """Return registers, stack bytes and spilled bytes per thread, from the report of ptxas."""
+    stack, stores = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
+    registers = re.search(r"Used (\d+) registers", log)[1]
+    return int(registers), int(stack), int(stores)
+
+
 def errors(kernel, options, text=None):
     """Return the errors of NVRTC's front end, "" if none; it generates no code, and so is fast."""
     pytest.importorskip("cupy")

@@ -18,3 +18,19 @@ ODD = {
     **{"heads": 4, "kv_heads": 2, "dtype": "float16", "window": (30, 5), "softcap": 3.0},
     **{"cu_seqlens_q": (0, 200, 500), "cu_seqlens_k": (0, 300, 500)},
 }
+
+
+def passes_of(family, problem, algorithm="", *, tiling=None, gpu=H200, report="", **more):
+    """Return the launches of a family's forward, or of its backward with an algorithm."""
+    given = problem, tiling, gpu, "ascending", report
+    if not algorithm:
+        return family.forward_passes(*given, **more)
+    return family.backward_passes(*given, algorithm, **more)
+
+
+def kernel_of(family, problem, stage, **how):
+    """Return a stage's kernel, of the fused backward if that has such a stage."""
+    algorithm = {"forward": "", "dkdv": "flash2", "dq": "flash2"}.get(stage, "flash2-fused")
+    made = passes_of(family, problem, algorithm, **how)
+    (kernel,) = (one.kernel for one in made if one.stage.name == stage)
+    return kernel

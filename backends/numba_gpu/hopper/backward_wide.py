@@ -24,10 +24,7 @@ from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.key_gradients import key_gradients
 from flashsim.backends.numba_gpu.hopper.kv_outer import roles, share_of
-from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    ColumnsDivided,
-    columns_taken,
-)
+from flashsim.backends.numba_gpu.hopper.smem_layout import ColumnsDivided, columns_taken
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
 from flashsim.backends.numba_gpu.tensor import softmax
