@@ -14,7 +14,7 @@ from flashsim import report
 from flashsim.api import cost, execution, samples
 from flashsim.api.scales import UNSCALED
 from flashsim.counts.questions import in_words
-from flashsim.errors import FlashSimError, OptionError, UnsupportedError
+from flashsim.errors import FlashSimError, UnsupportedError
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.torch.masks import Pattern, has_values
 from flashsim.trace.trace import Trace
@@ -187,13 +187,3 @@ def _numpy(x: Tensor) -> np.ndarray:
     if x.dtype == torch.bfloat16:
         return x.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     return x.numpy()
-
-
-def only(calls: list[AttentionCall], name: str) -> AttentionCall:
-    """Return the only call of the list `calls`; raise OptionError if the list has several calls."""
-    if len(calls) > 1:
-        raise OptionError(
-            f"{name!r} made {len(calls)} calls, but exactly one call is needed; choose one from "
-            f"the list seen.named({name!r}), such as seen.named({name!r})[0]"
-        )
-    return calls[0]

@@ -238,7 +238,7 @@ def _written_out(*call: Any) -> tuple[Tensor, Tensor]:
 
 def _packed(*call: Any) -> tuple[Tensor, Tensor]:
     """Decode on any engine, after copying the live keys of all sequences into one packed array."""
-    q, k, v, lengths, table, starts, entries = call[:7]
+    q, k, v, lengths, table, starts, entries, _, _, _, softcap, scale, _ = call
     problem = _problem(call)
     batch, n_q = q.shape[0], q.shape[2]
     stops = [problem.n_kv] * batch
@@ -251,8 +251,8 @@ def _packed(*call: Any) -> tuple[Tensor, Tensor]:
         *map(readable, (rows_of_q, k, v)),
         causal=problem.causal,
         window=problem.window,
-        softcap=problem.softcap,
-        scale=problem.scale,
+        softcap=softcap,
+        scale=scale,
         cu_seqlens_q=tuple(range(0, batch * n_q + 1, n_q)),
         cu_seqlens_k=cu_k,
         backend="cupy" if q.is_cuda else "numba",

@@ -27,11 +27,9 @@ class FlexPasses(NamedTuple):
 
     def _keywords(self, sinks: Tensor | None) -> dict[str, Any]:
         """Return the keywords of `flashsim.run`."""
-        return {
-            **{"score_mod": self.score, "mask_mod": self.mask, "scale": self.scale},
-            **{"sinks": None if sinks is None else sinks.detach(), "backend": self.backend},
-            **dict(self.more),
-        }
+        sinks = None if sinks is None else sinks.detach()
+        functions = {"score_mod": self.score, "mask_mod": self.mask, "sinks": sinks}
+        return dict(self.more, scale=self.scale, backend=self.backend, **functions)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None

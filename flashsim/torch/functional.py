@@ -108,7 +108,7 @@ def attention(
         call = direct.first(key, q, k, v, question)
         return direct.attend(call, q, k, v, with_lse=return_lse)
     if plain and torch.compiler.is_compiling():
-        out, lse = direct.compiled(*map(_expand, (q, k, v)), question)
+        out, lse = direct.compiled(_expand(q), _expand(k), _expand(v), question)
     else:
         out, lse = ops.through(
             ops.forward,

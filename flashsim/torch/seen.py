@@ -20,7 +20,7 @@ from flashsim.schedule import plans
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.studies.predict import predict
 from flashsim.studies.roofline import Point
-from flashsim.torch.calls import AttentionCall, only
+from flashsim.torch.calls import AttentionCall
 
 ALGORITHMS = ("standard", "flash2")
 
@@ -74,9 +74,15 @@ class Seen:
     @overload
     def __getitem__(self, which: slice) -> list[AttentionCall]: ...
     def __getitem__(self, which: int | str | slice) -> AttentionCall | list[AttentionCall]:
-        if isinstance(which, str):
-            return only(self.named(which), which)
-        return self.calls[which]
+        if not isinstance(which, str):
+            return self.calls[which]
+        call, *others = self.named(which)
+        if others:
+            raise OptionError(
+                f"{which!r} made {1 + len(others)} calls, but exactly one call is needed; choose "
+                f"one from the list seen.named({which!r}), such as seen.named({which!r})[0]"
+            )
+        return call
 
     def named(self, name: str) -> list[AttentionCall]:
         """Return the recorded attention calls that a module made.
