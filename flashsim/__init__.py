@@ -20,21 +20,11 @@ if TYPE_CHECKING:
 
 #: Modules that are imported when first used, and the package that contains each.
 _LATE = {
-    **dict.fromkeys(("oracle",), "flashsim.problem"),
+    "oracle": "flashsim.problem",
     **dict.fromkeys(
         (
-            "banks",
-            "blocks",
-            "claims",
-            "demo",
-            "ladder",
-            "precision",
-            "predict",
-            "reproduce",
-            "roofline",
-            "softmax_matmul",
-            "verify",
-            "walkthrough",
+            *("banks", "blocks", "claims", "demo", "ladder", "precision", "predict", "reproduce"),
+            *("roofline", "softmax_matmul", "verify", "walkthrough"),
         ),
         "flashsim.studies",
     ),

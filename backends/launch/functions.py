@@ -137,6 +137,9 @@ class Generated:
         } | ({"POLES": 1} if self.poles else {})
 
 
+_NO_FUNCTIONS = Generated()
+
+
 class Functions(NamedTuple):
     """The CUDA code generated for one problem's mask and score functions, in two versions.
 
@@ -158,7 +161,7 @@ def functions_of(problem: Problem) -> Functions | None:
 def plain_of(problem: Problem) -> Generated:
     """Return `Functions.plain` of a problem, or its defaults if the problem has no functions."""
     functions = functions_of(problem)
-    return Generated() if functions is None else functions.plain
+    return _NO_FUNCTIONS if functions is None else functions.plain
 
 
 def read_arrays(problem: Problem, *, beside_ahead: bool = False, ranges: bool = False) -> bool:

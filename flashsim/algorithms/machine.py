@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,41 +19,34 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace
 
 
+@dataclass(eq=False)
 class Machine:
     """One run of one algorithm: the simulated HBM, and a trace of each completed stage (kernel).
 
     `schedules` keeps each stage's schedule between runs of one problem with one tiling.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        tiling: Tiling,
-        device: Device,
-        algorithm: str,
-        direction: str,
-        *,
-        key_order: KeyOrder = "ascending",
-        split: Split = WHOLE,
-        record: bool = False,
-        precision: Precision = USUAL,
-        schedules: dict[str, Schedule] | None = None,
-    ) -> None:
-        tiling.check(problem, device, algorithm, direction, split)
-        self.problem, self.tiling, self.device = problem, tiling, device
-        self.key_order, self.split, self.record = key_order, split, record
-        self.algorithm, self.direction, self.precision = algorithm, direction, precision
-        self.hbm = Hbm(problem)
-        self.stages: list[StageTrace] = []
-        self._schedules = {} if schedules is None else schedules
-        planned = plans.stages(problem, algorithm, direction, split)
-        check_visits(planned, problem, tiling)
-        self._plan = {stage.name: stage for stage in planned}
+    problem: Problem
+    tiling: Tiling
+    device: Device
+    algorithm: str
+    direction: str
+    key_order: KeyOrder = "ascending"
+    split: Split = WHOLE
+    record: bool = False
+    precision: Precision = USUAL
+    schedules: dict[str, Schedule] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        p, how = self.problem, (self.algorithm, self.direction, self.split)
+        self.tiling.check(p, self.device, *how)
+        self.hbm = Hbm(p)
+        self.stages: list[StageTrace] = []
+        planned = plans.stages(p, *how)
+        check_visits(planned, p, self.tiling)
+        self._plan = {stage.name: stage for stage in planned}
         #: Log-sum-exp of each row, for the caller, if the algorithm does not store it in HBM.
-        self.noted_lse = np.full(
-            (problem.batch * problem.kv_heads, problem.group, problem.n_q), np.nan
-        )
+        self.noted_lse = np.full((p.batch * p.kv_heads, p.group, p.n_q), np.nan)
 
     def note_lse(self, rows: slice, lse: np.ndarray) -> None:
         """Keep the LSE of rows as a result, without a store to HBM and without counting bytes."""
@@ -74,10 +68,10 @@ class Machine:
     def stage(self, name: str) -> Iterator[Sram]:
         """Run one stage (kernel): yield an empty SRAM, which has the stage's schedule."""
         stage = self._plan[name]
-        schedule = self._schedules.get(name)
+        schedule = self.schedules.get(name)
         if schedule is None:
             how = stage.outer, self.key_order, stage.dense, self.split
-            schedule = self._schedules[name] = Schedule(self.problem, self.tiling, *how)
+            schedule = self.schedules[name] = Schedule(self.problem, self.tiling, *how)
         roundings = Roundings.of(self.problem, self.algorithm, self.direction, name, self.precision)
         sram = Sram(
             *(self.hbm, schedule, stage, self.device), record=self.record, roundings=roundings

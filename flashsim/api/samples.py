@@ -118,19 +118,16 @@ def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
     p = checks.instance("problem", problem, Problem, "flashsim.Problem")
     rng = np.random.default_rng(checks.seed(seed))
     inputs, result = numpy_dtype(p.dtype), numpy_dtype(p.result_dtype)
-    shapes = (
-        (p.heads, p.n_q, p.head_dim),
-        (p.kv_heads, p.n_kv, p.head_dim),
-        (p.kv_heads, p.n_kv, p.head_dim_v),
-        (p.heads, p.n_q, p.head_dim_v),
-    )
-    kinds = (inputs, inputs, inputs, result)
+
+    def draw(heads: int, n: int, width: int, kind: np.dtype) -> np.ndarray:
+        return rng.standard_normal((p.batch, heads, n, width)).astype(kind)
+
     try:
         return RandomInputs(
-            *(
-                rng.standard_normal((p.batch, *shape)).astype(kind)
-                for shape, kind in zip(shapes, kinds, strict=True)
-            )
+            q=draw(p.heads, p.n_q, p.head_dim, inputs),
+            k=draw(p.kv_heads, p.n_kv, p.head_dim, inputs),
+            v=draw(p.kv_heads, p.n_kv, p.head_dim_v, inputs),
+            dout=draw(p.heads, p.n_q, p.head_dim_v, result),
         )
     except (MemoryError, ValueError):  # NumPy raises ValueError beyond 2**63 elements
         raise OptionError(

@@ -74,7 +74,7 @@ def run(
     tables, every = [trace.table() for trace in traces], [figures(trace) for trace in traces]
     if arrays.out is not None:
         difference = float(np.abs(result.out.astype(np.float64) - arrays.out).max())
-        add(every[0], traces[0], "difference from the model", "largest of out", difference)
+        add(every[0], traces[0], "difference from the model", "largest of out", difference, None)
         tables[0].note += f" · largest difference from the model's output {difference:.2e}"
     show((tables, every), form)
     if save is not None:

@@ -30,12 +30,11 @@ _FIGURES = ("algorithm", "direction", "tile", "quantity", "of", "value", "unit")
 def figures(source: Trace | Traffic) -> report.Table:
     """Return a table with one row per figure (such as the FLOPs) of a run or a count."""
     table = report.Table(f"{source.algorithm} {source.direction}", _FIGURES)
-    for tensor, row in sorted(
-        source.by_tensor().items(), key=lambda item: CODES.get(item[0], len(CODES))
-    ):
-        for op, nbytes in row.items():
+    tensors = source.by_tensor()
+    for tensor in sorted(tensors, key=lambda name: CODES.get(name, len(CODES))):
+        name = title(source.problem, tensor, source.direction)
+        for op, nbytes in tensors[tensor].items():
             if nbytes:
-                name = title(source.problem, tensor, source.direction)
                 add(table, source, op, name, nbytes, "B")
     for op in questions.OPS:
         add(table, source, op, "all tensors", source.bytes(op), "B")
@@ -58,17 +57,9 @@ def figures(source: Trace | Traffic) -> report.Table:
     return table
 
 
-def add(
-    table: report.Table,
-    source: Trace | Traffic,
-    quantity: str,
-    of: str | None,
-    value: float,
-    unit: str | None = None,
-) -> None:
-    """Add a row to a table: one figure of `source`, a trace or a count."""
-    what = (source.algorithm, source.direction, str(source.tiling))
-    table.add(*what, quantity, of, value, unit)
+def add(table: report.Table, source: Trace | Traffic, *figure: Any) -> None:
+    """Add a row to a table: a figure's quantity, what it is of, its value and its unit."""
+    table.add(source.algorithm, source.direction, str(source.tiling), *figure)
 
 
 def event_table(trace: Trace, limit: int) -> report.Table:

@@ -195,8 +195,8 @@ def plot(
             "--slides chooses the size and resolution itself; leave out "
             f"{values.flags(sorted(clash))}, or leave out --slides"
         )
-    shape: dict[str, Any] = {"slides": True} if slides else {"dpi": dpi, "size": size}
-    draw(kind, data, out, {"theme": theme, **options}, note=how, **shape)
+    form: dict[str, Any] = {"slides": True} if slides else {"dpi": dpi, "size": size}
+    draw(kind, data, out, {"theme": theme, **options}, note=how, **form)
 
 
 def animate(

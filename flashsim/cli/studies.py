@@ -104,12 +104,12 @@ def ladder(
 
     asked = sizes.given()
     names = [*rungs_of.RUNGS] if rungs is None else rungs
+    how: dict[str, Any] = {"device": device, "rungs": names, "magnify": magnify, "seed": seed}
     counted = counting.count(Problem(**asked), device=device)
     with working("climbing", cost([counted] * len(names))):
         climb = rungs_of.climb(
-            **{"n_kv": asked["n_q"], **asked},
+            **{"n_kv": asked["n_q"], **asked, **how},
             tiling=values.tiling(tiling, asked["head_dim"], False),
-            **{"device": device, "rungs": names, "magnify": magnify, "seed": seed},
         )
     return climb.table()
 

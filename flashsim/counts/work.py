@@ -15,7 +15,7 @@ operations are not counted.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashsim.functions.derivative import gradient_flops
 from flashsim.problem.problem import Problem
@@ -233,12 +233,12 @@ def _mm(name: str, reads: str, writes: str, inner: int) -> TileOp:
     return TileOp(name, reads, writes, {"matmul": scores(2 * inner)})
 
 
-def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int) -> dict[str, int]:
-    """Return the FLOPs of tile operations by kind; the sizes are sums over all tiles."""
-    result = dict.fromkeys(KINDS, 0)
+def total_flops(ops: tuple[TileOp, ...], n_rows: Any, n_cols: Any, n_scores: Any) -> dict[str, Any]:
+    """Return the FLOPs of tile operations by kind, for one tile, for sums over tiles or arrays."""
+    result: dict[str, Any] = dict.fromkeys(KINDS, 0)
     for op in ops:
         for kind, cost in op.flops.items():
-            result[kind] += cost.at(n_rows, n_cols, n_scores)
+            result[kind] = result[kind] + cost.at(n_rows, n_cols, n_scores)
     return result
 
 

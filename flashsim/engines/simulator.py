@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from flashsim.algorithms import PASSES
-from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.score_tile import log_sum_exp
 from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import UnsupportedError
-from flashsim.functions.graph import Graph
 from flashsim.problem.precision import USUAL, round_to
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
@@ -22,12 +20,8 @@ from flashsim.schedule.tensors import BIAS, COL, INPUTS, ROW, TILE, rows_a_scale
 from flashsim.schedule.tensors import dtype as dtype_of
 from flashsim.schedule.tiling import Tiling
 
-OPTIONS: frozenset[str] = frozenset(
-    {
-        *("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix", "head_dim_v"),
-        *("scales", "scale_block", "precision"),
-    }
-)
+OPTIONS = frozenset(("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix"))
+OPTIONS |= {"head_dim_v", "scales", "scale_block", "precision"}
 
 
 def forward(job: Job) -> Outcome:
@@ -38,7 +32,7 @@ def forward(job: Job) -> Outcome:
     if lengths is not None:
         job = _live(job, lengths, job.problem.shared_prefix)
     machine = _machine(job, "forward", tiling, split)
-    arrays_in_hbm = _room(job, "forward", machine.hbm, split, machine.parts)
+    arrays_in_hbm = _room(job, machine)
     _run(PASSES[job.algorithm][0], machine)
     saved = {n: arrays_in_hbm[n] for n in arrays_in_hbm if not n.endswith(("_acc", "_part"))}
     if split.pack_gqa:
@@ -46,14 +40,8 @@ def forward(job: Job) -> Outcome:
     arrays = {"out": saved["O"], "lse": _lse(machine, saved)}
     if lengths is not None:
         arrays = {name: _by_entry(x, len(lengths)) for name, x in arrays.items()}
-    return Outcome(
-        arrays,
-        machine.tiling,
-        tuple(machine.stages) if job.trace else None,
-        "simulator",
-        saved,
-        split=split,
-    )
+    stages = tuple(machine.stages) if job.trace else None
+    return Outcome(arrays, machine.tiling, stages, "simulator", saved, split=split)
 
 
 def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
@@ -83,25 +71,19 @@ def backward(
     hbm.put("dO", dout, job.problem.result_dtype)
     if dlse is not None:
         hbm.put("dL", dlse, dtype_of(job.problem, "dL"))
-    arrays_in_hbm = _room(job, "backward", hbm)
-    arrays = {
-        name.lower(): arrays_in_hbm[name]
-        for name in ("dQ", "dK", "dV", "dBias")
-        if name in arrays_in_hbm
-    }
-    for name, array in zip(_names(job.problem.score_mod), job.score_arrays, strict=True):
-        if name in job.problem.score_grads:
-            zeros = np.zeros(array.shape, job.problem.compute_dtype)
-            arrays[f"d:{name}"] = hbm.captured_gradients[name] = zeros
+    arrays_in_hbm = _room(job, machine)
+    names = [name for name in ("dQ", "dK", "dV", "dBias") if name in arrays_in_hbm]
+    arrays = {name.lower(): arrays_in_hbm[name] for name in names}
+    specs = () if job.problem.score_mod is None else job.problem.score_mod.arrays
+    for spec in specs:
+        if spec.name in job.problem.score_grads:
+            zeros = np.zeros(spec.shape, job.problem.compute_dtype)
+            arrays[f"d:{spec.name}"] = hbm.captured_gradients[spec.name] = zeros
     _run(PASSES[job.algorithm][1], machine)
     if job.problem.sinks:
         arrays["dsinks"] = arrays_in_hbm["dSink"].sum(axis=(0, 2))
     stages = tuple(machine.stages) if job.trace else None
     return Outcome(arrays, machine.tiling, stages, "simulator")
-
-
-def _names(graph: Graph | None) -> tuple[str, ...]:
-    return () if graph is None else tuple(a.name for a in graph.arrays)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
@@ -118,11 +100,7 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
             "precision="
         )
     machine = Machine(
-        p,
-        tiling,
-        job.device,
-        job.algorithm,
-        direction,
+        *(p, tiling, job.device, job.algorithm, direction),
         key_order=job.key_order,
         split=split,
         record=bool(job.trace),
@@ -177,8 +155,7 @@ def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
         np.concatenate([x[0, :, :prefix], *(x[b, :, prefix:n] for b, n in enumerate(lengths))], 1)
         for x in (job.k, job.v)
     )
-    k, v = k[None], v[None]
-    return replace(job, q=q, k=k, v=v)
+    return replace(job, q=q, k=k[None], v=v[None])
 
 
 def _by_entry(x: np.ndarray, batch: int) -> np.ndarray:
@@ -200,12 +177,11 @@ def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
     return rows.swapaxes(2, 3).reshape(p.batch, p.heads, p.n_q, *rest)
 
 
-def _room(
-    job: Job, direction: str, hbm: Hbm, split: Split = WHOLE, parts: int = 1
-) -> dict[str, np.ndarray]:
+def _room(job: Job, machine: Machine) -> dict[str, np.ndarray]:
     """Allocate a pass's results in HBM, and return them by their names in the papers."""
-    p, arrays = job.problem, {}
-    for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
+    p, hbm, split, parts = job.problem, machine.hbm, machine.split, machine.parts
+    arrays: dict[str, np.ndarray] = {}
+    for name in plans.tensors_of(p, job.algorithm, machine.direction, "store", "reduce"):
         its, dtype = shape(p, name), dtype_of(p, name)
         if name == "dF":  # one sum per captured array
             continue

@@ -1,4 +1,7 @@
-"""`Exercise` and `Task`: an exercise on the simulated machine, with inputs and outputs."""
+"""`Exercise` and `Task`: an exercise on the simulated machine, with inputs and outputs.
+
+The file of an exercise also imports `Problem` and `Tiling` from here.
+"""
 
 from __future__ import annotations
 

@@ -50,11 +50,6 @@ def _or_bits(logic: str, bits: str) -> Callable[..., Any]:
     return apply
 
 
-def _invert(x: Any) -> Any:
-    r = _recorder_of((x,))
-    return r.symbol("not", x) if r.kind(x) == BOOL else r.symbol("sub", -1, x)
-
-
 def _logical_xor(a: Any, b: Any) -> Any:
     r = _recorder_of((a, b))
     return r.symbol("ne", r.cast(a, BOOL), r.cast(b, BOOL))
@@ -127,8 +122,9 @@ def _softplus(x: Any) -> Any:
     return _max(x, 0.0) + tail
 
 
-def _silu(x: Any, inplace: bool = False) -> Any:
-    return x * _sigmoid(x)
+def _invert(x: Any) -> Any:
+    r = _recorder_of((x,))
+    return r.symbol("not", x) if r.kind(x) == BOOL else r.symbol("sub", -1, x)
 
 
 def _gelu(x: Any, approximate: Any = "none") -> Any:
@@ -138,15 +134,6 @@ def _gelu(x: Any, approximate: Any = "none") -> Any:
     else:
         part = _erf(x * 0.5**0.5)
     return 0.5 * x * (1.0 + part)
-
-
-def _logaddexp(a: Any, b: Any) -> Any:
-    return _max(a, b) + _softplus(-abs(a - b))
-
-
-def _trunc(x: Any) -> Any:
-    r = _recorder_of((x,))
-    return r.cast(r.cast(x, INT), FLOAT)
 
 
 def _turned(name: str) -> Callable[..., Any]:
@@ -178,15 +165,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
             *("sin", "cos", "erf", "floor", "ceil"),
         )
     },
-    **{
-        "expit": _applies("sigmoid"),
-        "trunc": _trunc,
-        "relu": lambda x: _max(x, 0),
-        "sign": _sign,
-    },
+    **{"expit": _sigmoid, "relu": lambda x: _max(x, 0), "sign": _sign},
+    "trunc": lambda x: _recorder_of((x,)).cast(_recorder_of((x,)).cast(x, INT), FLOAT),
     **{"leaky_relu": _leaky_relu, "masked_fill": lambda x, mask, value: _where(mask, value, x)},
-    **{"square": lambda x: _pow(x, 2), "softplus": _softplus, "logaddexp": _logaddexp},
-    **{"silu": _silu, "swish": _silu, "gelu": _gelu},
+    **{"square": lambda x: _pow(x, 2), "softplus": _softplus, "gelu": _gelu},
+    "logaddexp": lambda a, b: _max(a, b) + _softplus(-abs(a - b)),
+    **dict.fromkeys(("silu", "swish"), lambda x, inplace=False: x * _sigmoid(x)),
     **dict.fromkeys(("lt", "less"), _applies("lt")),
     **dict.fromkeys(("le", "less_equal"), _applies("le")),
     **dict.fromkeys(("gt", "greater"), _turned("lt")),

@@ -173,10 +173,8 @@ class Touched:
             ptr, col, kind = s.row_csr
             pairs = np.stack([np.repeat(np.arange(s.t_r), np.diff(ptr)), col], axis=1)
             return pairs[kind == MASKED] if self.masked_only else pairs
-        if side == "fixed":
-            return np.zeros((min(1, s.t_r), 2), np.int64)
-        own = np.arange(s.t_r if side == "row" else s.t_c)
-        return np.stack([own, 0 * own] if side == "row" else [0 * own, own], axis=1)
+        own = np.arange(min(1, s.t_r) if side == "fixed" else self.count)
+        return np.outer(own, [side == "row", side == "col"])
 
     @cached_property
     def sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

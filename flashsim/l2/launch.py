@@ -151,7 +151,7 @@ class L2Model:
         return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
 
 
-class Launch:
+class L2Launch:
     """The launch of one stage's kernel under an `L2Model`: how its thread blocks are scheduled.
 
     `slots` thread blocks run at the same time. The kernel runs `walks` loops over its outer tiles,

@@ -13,7 +13,7 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import UnsupportedError, own_errors
 from flashsim.l2.captured import LINE, LINED
 from flashsim.l2.curve import Curve
-from flashsim.l2.launch import L2Model, Launch
+from flashsim.l2.launch import L2Launch, L2Model
 from flashsim.l2.requests import SetCache, Stream, TileNumbers, stream
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -148,7 +148,7 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     stages: list[StageDram] = []
     for stage in r.stages:
         waited_for = cache.copy() if isinstance(cache, _Sets) else None
-        part = stream(Launch(model, r, stage), tiles, waited_for)
+        part = stream(L2Launch(model, r, stage), tiles, waited_for)
         read, written = cache.replay(part)
         last = len(stages) + 1 == len(r.stages)
         # Otherwise the next kernel may still use the dirty lines.
@@ -189,7 +189,7 @@ def _model(requested: Traffic, model: L2Model | None) -> L2Model:
 def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[Stream]]:
     """Return the tiles and every stage's requests, of visits that do not wait for lines."""
     tiles = TileNumbers.of(requested)
-    return tiles, (stream(Launch(model, requested, stage), tiles) for stage in requested.stages)
+    return tiles, (stream(L2Launch(model, requested, stage), tiles) for stage in requested.stages)
 
 
 class _WholeTiles:

@@ -12,7 +12,7 @@ import numpy as np
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import UnsupportedError, require_numba
 from flashsim.l2 import captured
-from flashsim.l2.launch import Launch
+from flashsim.l2.launch import L2Launch
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans, tensors
@@ -65,7 +65,7 @@ class SetCache(NamedTuple):
         """Return an empty cache of `shape`, for lines with a `first`, place, home and tile."""
         state = np.full(shape, -1, np.int32), np.zeros(shape, np.int64), np.zeros(shape, bool)
         counts = np.zeros((2, len(lines[0]) - 1), np.int64)
-        return cls(*lines, *state, np.zeros(1, np.int64), *counts)
+        return cls._make((*lines, *state, np.zeros(1, np.int64), *counts))
 
 
 class TileNumbers:
@@ -178,7 +178,7 @@ def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
     return stage.before, stage.visit, tuple(m for m in stage.after if m not in partial), partial
 
 
-def stream(launch: Launch, tiles: TileNumbers, cache: SetCache | None = None) -> Stream:
+def stream(launch: L2Launch, tiles: TileNumbers, cache: SetCache | None = None) -> Stream:
     """Return one kernel's requests to L2, interleaved as thread blocks would issue requests.
 
     In `cache`, visits find their lines, or wait for them; its state changes. Without `cache`,

@@ -36,21 +36,21 @@ def answer(
 
     The last lines list the files written (`files`). If results were not checked, `note` says why.
     """
-    launches = traced.record.launches
-    programs = sum(one.programs for one in launches)
+    programs = sum(one.programs for one in traced.record.launches)
     head = (
         f"{traced.name}: {in_words(traced.problem)}; {programs:,} programs, {traced.record.source}"
     )
+    unseen = "registers, bank conflicts, the compiler's own reuse, real time"
     blocks = [
-        [*_wrapped(head, "")],
-        _results(traced, note),
+        _wrapped("", head),
+        _wrapped("results", *_results(traced, note)),
         _bytes(traced),
-        *[_findings(traced, word, kinds) for word, kinds in _KINDS.items()],
-        _sram(traced),
-        _time(traced),
-        _wrapped("registers, bank conflicts, the compiler's own reuse, real time", "unseen"),
-        [x for text in traced.record.notes for x in _wrapped(text, "note")],
-        [x for file in files for x in _wrapped(file, "written")],
+        *[_wrapped(word, *_findings(traced, word)) for word in _KINDS],
+        _wrapped("on chip", *_sram(traced)),
+        _wrapped("time", _time(traced)),
+        _wrapped("unseen", unseen),
+        [line for text in traced.record.notes for line in _wrapped("note", text)],
+        [line for file in files for line in _wrapped("written", file)],
     ]
     return "\n".join(_fitting(blocks, most))
 
@@ -71,25 +71,29 @@ def _fitting(blocks: list[list[str]], most: int) -> list[str]:
     return lines
 
 
-def _wrapped(text: str, word: str) -> list[str]:
-    """Wrap a text into lines, with `word` in the margin of the first line."""
+def _wrapped(word: str, *texts: str) -> list[str]:
+    """Wrap each text into lines, with `word` in the margin of the first line."""
     if not word:
-        return textwrap.wrap(text, WIDTH)
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=f"{word:9}", subsequent_indent=" " * 9, break_on_hyphens=False
-    )
+        return [line for text in texts for line in textwrap.wrap(text, WIDTH)]
+    lines: list[str] = []
+    for text in texts:
+        margin = f"{'' if lines else word:9}"
+        lines += textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent=margin,
+            subsequent_indent=" " * 9,
+            break_on_hyphens=False,
+        )
+    return lines
 
 
 def _results(traced: KernelTrace, note: str) -> list[str]:
     if traced.verdict is None:
-        return _wrapped(f"not checked: {note}" if note else "not checked", "results")
+        return [f"not checked: {note}" if note else "not checked"]
     lines = str(traced.verdict).splitlines()
     outputs = [line for line in lines if " (error " in line]
-    rest = [line for line in lines if line not in outputs]
-    found = _wrapped("; ".join(outputs), "results")
-    for line in rest:
-        found += _wrapped(line, " ")
-    return found
+    return ["; ".join(outputs), *(line for line in lines if line not in outputs)]
 
 
 def _bytes(traced: KernelTrace) -> list[str]:
@@ -104,33 +108,23 @@ def _bytes(traced: KernelTrace) -> list[str]:
             f"{'':9}{row.op + ' ' + row.tensor:13}{row.nbytes:>14,}{want:>30}{row.compulsory:>14,}"
         )
         if row.why:
-            lines += _wrapped(row.why, " ")
+            lines += _wrapped(" ", row.why)
     return lines
 
 
-def _findings(traced: KernelTrace, word: str, kinds: tuple[str, ...]) -> list[str]:
-    lines: list[str] = []
+def _findings(traced: KernelTrace, word: str) -> list[str]:
+    found = [one.text for one in traced.findings if one.kind in _KINDS[word]]
     if word == "sectors":
         used = traced.sectors()
-        text = f"{used:,} B moved in sectors of {SECTOR} B; {_distinct(traced) / used:.0%} are used"
-        lines = _wrapped(text, word)
-    for one in traced.findings:
-        if one.kind in kinds:
-            lines += _wrapped(one.text, " " if lines else word)
-    lines = lines or _wrapped(_CLEAN[word], word)
-    if word == "bounds":
-        lines += _masked(traced)
-    return lines
-
-
-def _masked(traced: KernelTrace) -> list[str]:
-    a = traced.record.accesses
-    masked, lanes = int(a["masked"].sum()), int((a["masked"] + a["active"]).sum())
-    worst = [one for one in traced.findings if one.kind == "masked lanes"]
-    if not worst:
-        return []
-    where = said(tuple(sorted({one.line for one in worst})))
-    return _wrapped(f"{masked / lanes:.0%} of all lanes are masked off, mostly in {where}", " ")
+        share = f"{_distinct(traced) / used:.0%} are used"
+        return [f"{used:,} B moved in sectors of {SECTOR} B; {share}", *found]
+    found = found or [_CLEAN[word]]
+    lines = tuple(sorted({one.line for one in traced.findings if one.kind == "masked lanes"}))
+    if word == "bounds" and lines:
+        a = traced.record.accesses
+        masked, lanes = int(a["masked"].sum()), int((a["masked"] + a["active"]).sum())
+        found.append(f"{masked / lanes:.0%} of all lanes are masked off, mostly in {said(lines)}")
+    return found
 
 
 def _distinct(traced: KernelTrace) -> int:
@@ -146,21 +140,18 @@ def _sram(traced: KernelTrace) -> list[str]:
     parts = [f"{name} {' x '.join(map(str, shape))}" for name, (shape, _) in sizes[:6]]
     more = f" and {len(sizes) - 6} more" if len(sizes) > 6 else ""
     held, device = traced.trace.peak_sram(), traced.device
-    fits = (
-        f"{held / device.sram_bytes:.0%} of the {device.sram_bytes:,} B of a block on {device.name}"
-    )
-    text = (
+    return [
         f"at most about {held:,} B per program (estimated from its values: loaded tiles, "
-        f"{', '.join(parts)}{more}), {fits}"
-    )
-    return _wrapped(text, "on chip")
+        f"{', '.join(parts)}{more}), {held / device.sram_bytes:.0%} of the "
+        f"{device.sram_bytes:,} B of a block on {device.name}"
+    ]
 
 
-def _time(traced: KernelTrace) -> list[str]:
+def _time(traced: KernelTrace) -> str:
     try:
         roof = traced.roofline()
     except FlashSimError as error:
-        return _wrapped(f"not predicted: {error}", "time")
+        return f"not predicted: {error}"
     device, dtype = traced.device, traced.problem.dtype
     bounds = {
         "products": roof["requested"].flops / device.peak(dtype),
@@ -169,8 +160,7 @@ def _time(traced: KernelTrace) -> list[str]:
     if device.l2_bandwidth:
         bounds["L2"] = roof["requested"].bytes / device.l2_bandwidth
     slowest = max(bounds, key=lambda name: bounds[name])
-    text = (
+    return (
         f"at least {bounds[slowest] * 1e6:,.2f} us on {device.name}, limited by {slowest}; the L2 "
         f"model predicts {roof['dram'].bytes:,} B of DRAM traffic"
     )
-    return _wrapped(text, "time")

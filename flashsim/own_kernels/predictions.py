@@ -106,42 +106,26 @@ def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2M
 
 def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays with one number per access: the first piece, and the count of pieces."""
-    record = traced.record
-    a = record.accesses[mine]
+    a = traced.record.accesses[mine]
     low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
-    for tensor in record.tensors:
+    for tensor in traced.record.tensors:
         of = a["tensor"] == tensor.code
-        if not of.any():
-            continue
-        corners = [
-            sum(
-                (index * step for index, step in zip(at, tensor.strides, strict=False)),
-                np.zeros(int(of.sum()), np.int64),
-            )
-            * tensor.itemsize
-            for at in (
-                np.unravel_index(a[name][of], tensor.shape or (1,)) for name in ("first", "last")
-            )
-        ]
-        first = pieces.first[tensor.code] + corners[0] // PIECE
-        low[of] = first
-        count[of] = corners[1] // PIECE - corners[0] // PIECE + 1
+        steps = np.array([step * tensor.itemsize for step in tensor.strides] or [0])
+        ends = (np.unravel_index(a[name][of], tensor.shape or (1,)) for name in ("first", "last"))
+        first, last = (steps @ np.array(index) // PIECE for index in ends)
+        low[of] = pieces.first[tensor.code] + first
+        count[of] = last - first + 1
     return low, count
 
 
 def roofline_of(traced: Any, device: Device) -> Roofline:
     """Return a kernel's roofline, with points for requested, DRAM and compulsory bytes."""
-    trace = traced.trace
     sizes = {
         "requested": traced.bytes(),
         "dram": traced.dram(device).bytes(),
         "compulsory": traced.compulsory(),
     }
-    flops = trace.flops("matmul")
-    return Roofline(
-        traced.problem,
-        tuple(
-            Point(traced.name, trace.direction, count, flops, nbytes, device, traced.problem.dtype)
-            for count, nbytes in sizes.items()
-        ),
-    )
+    who = traced.name, traced.trace.direction
+    flops, dtype = traced.trace.flops("matmul"), traced.problem.dtype
+    points = (Point(*who, count, flops, n, device, dtype) for count, n in sizes.items())
+    return Roofline(traced.problem, tuple(points))

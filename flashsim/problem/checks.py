@@ -28,14 +28,17 @@ def is_int(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def positive_int(name: str, value: Any) -> int:
-    """Return `value` as an integer from 1 to 2**63 - 1."""
+def _integer(name: str, value: Any) -> int:
     if not is_int(value):
         raise DTypeError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__})")
-    if value < 1:
-        raise ShapeError(f"{name} must be at least 1, got {shown(value)}")
-    if value > LARGEST:
-        raise ShapeError(f"{name} must be at most 2**63 - 1, got {shown(value)}")
+    return int(value)
+
+
+def positive_int(name: str, value: Any) -> int:
+    """Return `value` as an integer from 1 to 2**63 - 1."""
+    if not 1 <= _integer(name, value) <= LARGEST:
+        bound = "at least 1" if value < 1 else "at most 2**63 - 1"
+        raise ShapeError(f"{name} must be {bound}, got {shown(value)}")
     return int(value)
 
 
@@ -46,9 +49,7 @@ def count(name: str, value: Any) -> int:
 
 def place(name: str, value: Any, among: int) -> int:
     """Return `value` as an index from 0 to `among` - 1."""
-    if not is_int(value):
-        raise DTypeError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__})")
-    if not 0 <= value < among:
+    if not 0 <= _integer(name, value) < among:
         raise OptionError(f"{name} must be from 0 to {among - 1}, got {shown(value)}")
     return int(value)
 
@@ -86,9 +87,7 @@ def path(name: str, value: Any) -> str:
 
 def seed(value: Any) -> int:
     """Return `value` as a seed for random numbers."""
-    if not is_int(value):
-        raise DTypeError(f"seed must be an integer, got {shown(value)}")
-    if value < 0:
+    if _integer("seed", value) < 0:
         raise OptionError(f"seed must be at least 0, got {shown(value)}")
     return int(value)
 

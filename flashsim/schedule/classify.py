@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.problem.problem import Problem
 from flashsim.schedule import tables
+from flashsim.schedule.grid import Grid
 from flashsim.schedule.tables import FULL, MASKED
 
 #: A box is divided into at most this many boxes per side.
@@ -69,30 +69,20 @@ class Boxes(NamedTuple):
 Evaluate = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
-def classify(
-    problem: Problem,
-    rows: np.ndarray,
-    cols: np.ndarray,
-    row_base: np.ndarray,
-    col_base: np.ndarray,
-    block_k: int,
-    elements: Evaluate,
-) -> Boxes:
+def classify(grid: Grid, elements: Evaluate) -> Boxes:
     """Return the tiles that a loop visits in a problem with a mask function, grouped into boxes.
 
-    `rows` and `cols` are the tables of row and column tiles, as in `Grid`. `row_base` and
-    `col_base` have the number of each sequence's first row tile and column tile. A tile with fewer
-    than `block_k` keys is never FULL. ``elements(i, j)`` evaluates every score of tiles (i, j), and
-    returns two booleans per tile: whether any score is kept, and whether all are.
+    A tile with fewer than `block_k` keys is never FULL. ``elements(i, j)`` evaluates every score of
+    tiles (i, j), and returns two booleans per tile: whether any score is kept, and whether all are.
     """
-    p, mask = problem, problem.mask_mod
+    p, mask, block_k = grid.problem, grid.problem.mask_mod, grid.tiling.block_k
     assert mask is not None
-    sequences = p.sequences
-    q_start = np.array([s.q_start for s in sequences])
-    k_start = np.array([s.k_start for s in sequences])
-    offset = np.array([s.offset for s in sequences])
+    q_start, k_start, offset = grid.sequence_starts.T
     other = p.block_mask is not None or p.mask is not None  # masks without bounds
-    rows, cols = rows.astype(np.int64), cols.astype(np.int64)
+    (rows, cols), (row_base, col_base) = (
+        (x.astype(np.int64) for x in grid._edges[:2]),
+        grid._edges[2:],
+    )
     s = np.flatnonzero((np.diff(row_base) > 0) & (np.diff(col_base) > 0))
     box = np.stack([row_base[s], row_base[s + 1], col_base[s], col_base[s + 1], s])
     done: list[np.ndarray] = []
@@ -115,7 +105,7 @@ def classify(
         rest = ~none & ~settled
         last = rest & single
         if last.any():
-            done.append(_tiles(problem, box[:, last], rows, cols, block_k, elements, other))
+            done.append(_tiles(grid, box[:, last], elements, probes=not other))
         box = _divided(box[:, rest & ~single])
     boxes = np.concatenate(done, axis=1) if done else np.zeros((5, 0), np.int64)
     return Boxes(*boxes)
@@ -137,38 +127,28 @@ def _divided(box: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def _tiles(
-    problem: Problem,
-    box: np.ndarray,
-    rows: np.ndarray,
-    cols: np.ndarray,
-    block_k: int,
-    elements: Evaluate,
-    other: bool,
-) -> np.ndarray:
+def _tiles(grid: Grid, box: np.ndarray, elements: Evaluate, *, probes: bool) -> np.ndarray:
     """Evaluate single tiles at a few or at all scores; return the FULL and the MASKED tiles."""
     i, j, s = box[0], box[2], box[4]
     some, every = np.zeros(len(i), bool), np.ones(len(i), bool)
-    if not other:
-        some, every = _probed(problem, rows[i], cols[j], s)
+    if probes:
+        some, every = _probed(grid, i, j, s)
     open_ = np.flatnonzero(~some | every)
     if len(open_):
         some[open_], every[open_] = elements(i[open_], j[open_])
-    every &= cols[j, 1] - cols[j, 0] == block_k
+    every &= grid.widths[j] == grid.tiling.block_k
     kind = np.where(every, FULL, MASKED)
     return np.stack([i, i + 1, j, j + 1, kind])[:, some]
 
 
 def _probed(
-    problem: Problem, rows: np.ndarray, cols: np.ndarray, s: np.ndarray
+    grid: Grid, i: np.ndarray, j: np.ndarray, s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Evaluate a few scores of each tile; return two booleans per tile: any kept, and all kept."""
-    p, mask = problem, problem.mask_mod
+    p, mask = grid.problem, grid.problem.mask_mod
     assert mask is not None
-    sequences = p.sequences
-    q_start = np.array([x.q_start for x in sequences])[s]
-    k_start = np.array([x.k_start for x in sequences])[s]
-    offset = np.array([x.offset for x in sequences])[s]
+    q_start, k_start, offset = grid.sequence_starts[s].T
+    rows, cols = grid.rows[i].astype(np.int64), grid.cols[j].astype(np.int64)
     first_q, last_q, first_k, last_k = rows[:, 0], rows[:, 1] - 1, cols[:, 0], cols[:, 1] - 1
     middle_q, middle_k = (first_q + last_q) // 2, (first_k + last_k) // 2
     q = np.stack([first_q, first_q, last_q, last_q, middle_q, first_q + 1, middle_q], axis=1)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from flashsim.errors import TilingError, UnsupportedError
 from flashsim.problem.problem import Problem, Segment
 from flashsim.schedule import tables
 from flashsim.schedule.closed_sums import Strip
@@ -54,10 +55,28 @@ class Grid:
 
     def _refusal(self) -> Exception | None:
         """The error to raise if the tables of tiles are too large, or None if they are not."""
-        contiguous = self._contiguous
-        return tables.refusal(
-            self.problem, self.tiling, self._blocks, self.members, contiguous=contiguous
-        )
+        p, members, (block_q, block_k) = self.problem, self.members, self._blocks
+        size = f"{p.n_q:,} queries x {p.n_kv:,} keys"
+        if p.n_q * members * p.n_kv >= 2**63:
+            return UnsupportedError(
+                f"{size} are more scores than the 64-bit sums of a table can count; use a shorter "
+                "sequence"
+            )
+        if max(p.n_q, p.n_kv) > tables.INT32 and not self._contiguous:
+            return UnsupportedError(
+                f"{size} with a mask or block_mask need a table of visits, whose indices are "
+                f"limited to {tables.INT32:,}; use a shorter sequence, or a mask of causal and "
+                "window alone, which needs no table"
+            )
+        cut_q = sum(-(-(s.q_stop - s.q_start) * members // block_q) for s in p.sequences)
+        cut_k = sum(-(-(s.k_stop - s.k_start) // block_k) for s in p.sequences)
+        for what, side, tiles in (("row", "block_q", cut_q), ("column", "block_k", cut_k)):
+            if tiles > tables.MOST_TILES:
+                return TilingError(
+                    f"{self.tiling} tiles divide {size} into {tiles:,} {what} tiles, but the limit "
+                    f"for a schedule is {tables.MOST_TILES:,}; use a larger {side}"
+                )
+        return None
 
     def _bands(self, outer: Outer) -> list[Strip] | None:
         """Each sequence's tiles as a `Strip` if tables are too large; otherwise None."""
@@ -139,6 +158,11 @@ class Grid:
         """Return the packed sequence of row tile i."""
         return self.problem.sequences[int(self.sequence_of_rows[i])]
 
+    @property
+    def sequence_starts(self) -> np.ndarray:
+        """Each packed sequence's first query, first key and offset, int64 (sequences, 3)."""
+        return np.array([(s.q_start, s.k_start, s.offset) for s in self.problem.sequences])
+
     @cached_property
     def sequence_of_rows(self) -> np.ndarray:
         """Index of the packed sequence to which each row tile belongs, int64 (T_r,)."""
@@ -175,7 +199,7 @@ class Grid:
         the last row's or column's booleans to fill this shape.
         """
         p, s = self.problem, self.sequence_of_rows[i]
-        starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]
+        starts = self.sequence_starts[s]
         rows, cols = self.rows[i].astype(np.int64), self.cols[j].astype(np.int64)
         high, wide = (int((t[:, 1] - t[:, 0]).max(initial=0)) for t in (rows, cols))
         q = np.minimum(rows[:, :1] + np.arange(high), rows[:, 1:2] - 1) // self.members

@@ -151,7 +151,8 @@ class Schedule(Grid):
         else:
             ptr, col, kind = self._evaluate()
         if self.key_order == "descending":
-            order = tables.reversed_rows(ptr)
+            owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+            order = ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])  # reverses each row
             col, kind = col[order], kind[order]
         return tables.frozen(ptr, col, kind)
 
@@ -196,8 +197,7 @@ class Schedule(Grid):
         p = self.problem
         if p.mask_mod is None or self.dense or isinstance(p.mask, SavedMask):
             return None
-        tables_of_tiles = self.rows, self.cols, *self._edges[2:]
-        return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
+        return classify(self, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Evaluate all scores of tiles (i, j); return two booleans per tile: any kept, all kept."""

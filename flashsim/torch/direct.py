@@ -272,7 +272,7 @@ class _Attend(torch.autograd.Function):
             dq, dk, dv = ctx.call.backward(q, k, v, out, lse, dout, dlse)
         else:  # also for a second derivative, which the operator refuses
             given = dout, out, lse, dlse, q, k, v, None, None, None
-            dq, dk, dv, *_ = ops.pulled_back(*given, **ctx.call.question)
+            dq, dk, dv, *_ = ops.through(ops.backward, *given, **ctx.call.question)
         return dq, dk, dv, None, None
 
 
@@ -360,7 +360,7 @@ def _pull_back(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
         backward = torch.ops.flashsim.attend_backward.default
         return (*backward(dout, out, lse, q, k, v, *ctx.asked), None, None, None)
     given = dout, out, lse, dlse, q, k, v, None, None, None
-    dq, dk, dv, *_ = ops.pulled_back(*given, **told(*ctx.asked))
+    dq, dk, dv, *_ = ops.through(ops.backward, *given, **told(*ctx.asked))
     return dq, dk, dv, None, None, None
 
 

@@ -72,7 +72,7 @@ def flash_attn_func(
     core.no_dropout(dropout_p)
     out, lse = core.attend(
         *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
-        scores=core.Scores(
+        scores=core.ScoreOptions(
             softmax_scale, causal, window_size, softcap, deterministic, slopes=alibi_slopes
         ),
     )
@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
         With `return_attn_probs`, also the LSE, (heads, tokens) in float32, and None.
     """
     core.no_dropout(dropout_p)
-    scores = core.Scores(
+    scores = core.ScoreOptions(
         softmax_scale, causal, window_size, softcap, deterministic, slopes=alibi_slopes
     )
     offsets = cu_seqlens_q, cu_seqlens_k
@@ -271,7 +271,7 @@ def flash_attn_with_kvcache(
         *(k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
         *(cache_leftpad, block_table, rotary_interleaved, num_splits),
     )
-    scores = core.Scores(softmax_scale, causal, window_size, softcap, slopes=alibi_slopes)
+    scores = core.ScoreOptions(softmax_scale, causal, window_size, softcap, slopes=alibi_slopes)
     out, lse = core.with_cache(q, cache, scores)
     return (out, lse) if return_softmax_lse else out
 

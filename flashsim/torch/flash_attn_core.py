@@ -21,7 +21,7 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 _FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2"))
 
 
-class Scores(NamedTuple):
+class ScoreOptions(NamedTuple):
     """How scores are computed; the names are those of `flashsim.run`, except:
 
     - `window` may have None for no limit. If `signed` is false, a negative number also means no
@@ -39,7 +39,7 @@ class Scores(NamedTuple):
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     signed: bool = False
-    descales: tuple[Tensor | None, ...] = (None, None, None)
+    descales: tuple[Tensor | None, ...] = ()
 
 
 class Cache(NamedTuple):
@@ -69,7 +69,7 @@ def varlen(
     offsets: tuple[Any, Any],
     table: Tensor | None,
     used: tuple[Tensor | None, Tensor | None],
-    scores: Scores,
+    scores: ScoreOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return packed sequences' output (tokens, heads, d) and LSE (heads, tokens).
 
@@ -105,7 +105,7 @@ def varlen(
 
 
 def with_cache(
-    q: Tensor, cache: Cache, scores: Scores, qv: Tensor | None = None
+    q: Tensor, cache: Cache, scores: ScoreOptions, qv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rotate new rows, append keys and values to the cache, and compute attention over the cache.
 
@@ -165,7 +165,7 @@ def with_cache(
 
 
 def packed_over_cache(
-    q: Tensor, cu_seqlens_q: Any, cu_seqlens_new: Any, cache: Cache, scores: Scores, qv: Any
+    q: Tensor, cu_seqlens_q: Any, cu_seqlens_new: Any, cache: Cache, scores: ScoreOptions, qv: Any
 ) -> tuple[Tensor, Tensor]:
     """Do the work of `with_cache` (rotate, append, attend) for packed (tokens, heads, d) arrays.
 
@@ -227,7 +227,7 @@ def _room(cache: Cache) -> int:
 
 
 def _turned_and_appended(
-    q: Tensor, cache: Cache, scores: Scores, rows: _Rows, new_rows: _Rows
+    q: Tensor, cache: Cache, scores: ScoreOptions, rows: _Rows, new_rows: _Rows
 ) -> Tensor:
     """Write new keys and values to the cache, in place; rotate new keys and queries; return these.
 
@@ -285,7 +285,7 @@ def attend(
     v: Tensor,
     qv: Tensor | None = None,
     *,
-    scores: Scores,
+    scores: ScoreOptions,
     cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
@@ -293,7 +293,8 @@ def attend(
     `cuts` divides a batch of 1 into packed sequences.
     """
     scale, window, chunk = scores.scale, scores.window, scores.chunk
-    q, k, v = _widened(q, k, v, scores.descales, cuts)
+    if scores.descales or q.dtype in _FP8:
+        q, k, v = _widened(q, k, v, scores.descales, cuts)
     if qv is not None:
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
         q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)
@@ -358,7 +359,7 @@ def _widened(
             )
         return q, k, v
     wide = []
-    for x, scale, of in zip((q, k, v), descales, (0, 1, 1), strict=True):
+    for x, scale, of in zip((q, k, v), descales or (None,) * 3, (0, 1, 1), strict=True):
         y = x.float()
         if scale is not None:  # (batch, heads_k)
             each = scale.float().repeat_interleave(x.shape[1] // scale.shape[1], 1)
@@ -378,7 +379,7 @@ def _over_cache(
     cache: Cache,
     stops: Sequence[int],
     qv: Tensor | None,
-    scores: Scores,
+    scores: ScoreOptions,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of packed queries, (tokens, heads, d), over copies of the live keys."""
     starts = None if cache.starts is None else cache.starts.tolist()
@@ -392,7 +393,12 @@ def _over_cache(
 
 @torch.compiler.disable
 def _by_functions(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, cuts: Cuts | None, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: ScoreOptions,
+    cuts: Cuts | None,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with ALiBi as a score function and a signed window as a mask function.
 
@@ -426,7 +432,7 @@ def _by_functions(
 
 
 def _functions_of(
-    qkv: Tensors, scores: Scores, start: int, options: dict[str, Any]
+    qkv: Tensors, scores: ScoreOptions, start: int, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with ALiBi and a signed window, if all diagonals start at key `start`."""
     q, slopes, mask = qkv[0], scores.slopes, None
@@ -533,8 +539,10 @@ def unpacked(qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _window(window: Window) -> tuple[int, int] | None:
-    left, right = (-1 if side is None or side < 0 else int(side) for side in window)
-    return None if left < 0 and right < 0 else (left, right)
+    left, right = window
+    left = -1 if left is None or left < 0 else int(left)
+    right = -1 if right is None or right < 0 else int(right)
+    return None if left == right == -1 else (left, right)
 
 
 def no_dropout(p: float) -> None:

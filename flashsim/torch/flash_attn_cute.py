@@ -76,7 +76,7 @@ def flash_attn_func(
     q : Tensor, (batch, n_q, heads, head_dim)
     k, v : Tensor, (batch, n_k, heads_k, head_dim) and (batch, n_k, heads_k, head_dim_v)
     qv : Tensor, (batch, n_q, heads, head_dim_v), optional
-        Scores are ``q k^T + qv v^T``.
+        ScoreOptions are ``q k^T + qv v^T``.
     softmax_scale : float, optional
         Default: 1 / sqrt(head_dim), where head_dim includes the columns of `qv`.
     causal : bool
@@ -223,14 +223,14 @@ def _of_pages(k: Tensor, table: Tensor, cu_seqlens: Tensor | None, used: Tensor 
 
 def _scores(
     scale: float | None, causal: bool, window: Window, softcap: Any, ordered: bool, sinks: Any
-) -> core.Scores:
+) -> core.ScoreOptions:
     """Return options of scores; the window's limits apply in addition to the causal mask."""
     left, right = window
     right = 0 if causal else right
     if left is not None and right is not None and left + right < 0:
         left = right = None
     seen = left, None if causal else right
-    return core.Scores(scale, causal, seen, softcap or 0.0, ordered, sinks=sinks, signed=True)
+    return core.ScoreOptions(scale, causal, seen, softcap or 0.0, ordered, sinks=sinks, signed=True)
 
 
 def _check_absent(arguments: dict[str, Any]) -> None:

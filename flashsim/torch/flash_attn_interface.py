@@ -55,7 +55,7 @@ def flash_attn_func(
     softmax_scale : float, optional
         Default: 1 / sqrt(head_dim), where head_dim includes the columns of `qv`.
     qv : Tensor, (batch, n_q, heads, head_dim_v), optional
-        Scores are ``q k^T + qv v^T``.
+        ScoreOptions are ``q k^T + qv v^T``.
     q_descale, k_descale, v_descale : Tensor of float32, (batch, heads_k), optional
         Factors of FP8 inputs. The output is then bfloat16.
     attention_chunk : int
@@ -72,7 +72,7 @@ def flash_attn_func(
     out, lse = core.attend(
         *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
         None if qv is None else core.by_head("qv", qv),
-        scores=core.Scores(
+        scores=core.ScoreOptions(
             *(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk),
             descales=(q_descale, k_descale, v_descale),
         ),
@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
     Tensor, (tokens, heads, head_dim_v)
         With `return_attn_probs`, also the LSE, (heads, tokens).
     """
-    scores = core.Scores(
+    scores = core.ScoreOptions(
         *(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk),
         descales=(q_descale, k_descale, v_descale),
     )
@@ -225,7 +225,7 @@ def flash_attn_with_kvcache(
         *(k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
         *(cache_leftpad, page_table, rotary_interleaved, num_splits, rotary_seqlens),
     )
-    scores = core.Scores(
+    scores = core.ScoreOptions(
         *(softmax_scale, causal, window_size, softcap),
         chunk=attention_chunk,
         descales=(q_descale, k_descale, v_descale),

@@ -232,10 +232,7 @@ def _same_tiles(
 ) -> bool:
     """Return True if a mask function keeps scores in exactly the blocks a `BlockMask` lists."""
     problem = Problem(
-        *(query.shape[2], key.shape[2]),
-        batch=query.shape[0],
-        heads=query.shape[1],
-        mask_mod=mask,
+        *(query.shape[2], key.shape[2]), batch=query.shape[0], heads=query.shape[1], mask_mod=mask
     )
     schedule = Schedule(problem, Tiling(*block_mask.BLOCK_SIZE))
     ptr, col, _ = schedule.row_csr

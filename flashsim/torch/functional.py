@@ -108,17 +108,17 @@ def attention(
         call = direct.first(key, q, k, v, question)
         return direct.attend(call, q, k, v, with_lse=return_lse)
     if plain and torch.compiler.is_compiling():
-        out, lse = direct.compiled(_expand(q), _expand(k), _expand(v), question)
-        out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
-        return (out, lse) if return_lse else out
-    out, lse = ops.differentiable(
-        *map(_expand, (q, k, v)),
-        _expand(given[0]) if given else None,
-        _offsets("cu_seqlens_q", cu_seqlens_q),
-        _offsets("cu_seqlens_k", cu_seqlens_k),
-        sinks,
-        **dict(zip(direct.NAMES, question, strict=True)),
-    )
+        out, lse = direct.compiled(*map(_expand, (q, k, v)), question)
+    else:
+        out, lse = ops.through(
+            ops.forward,
+            *map(_expand, (q, k, v)),
+            _expand(given[0]) if given else None,
+            _offsets("cu_seqlens_q", cu_seqlens_q),
+            _offsets("cu_seqlens_k", cu_seqlens_k),
+            sinks,
+            **dict(zip(direct.NAMES, question, strict=True)),
+        )
     out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
     return (out, lse) if return_lse else out
 

@@ -19,12 +19,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    masking_utils,
-    modeling_utils,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_utils
 
 from flashsim.errors import UnsupportedError
 from flashsim.torch import hugging_face_packed
@@ -221,13 +216,7 @@ def _readable(*given: Any) -> bool:
 
 
 def _live(
-    band: Band,
-    keys: Tensor | None,
-    start: int,
-    n_q: int,
-    n_kv: int,
-    batch: int,
-    device: Any,
+    band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int, batch: int, device: Any
 ) -> Band | None:
     """Return the `Band` of a decoding step with a static cache; None if padding prevents a `Band`.
 

@@ -144,7 +144,7 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     if dout is None and dlse is None:
         return (None,) * len(inputs)
     dout = torch.zeros_like(out) if dout is None else dout
-    *gradients, dbias, dsinks = pulled_back(dout, out, lse, dlse, *inputs, **ctx.question)
+    *gradients, dbias, dsinks = through(backward, dout, out, lse, dlse, *inputs, **ctx.question)
     given = zip((dbias, None, None, dsinks), inputs[3:], strict=True)
     return (*gradients, *(None if x is None else g for g, x in given))
 
@@ -174,11 +174,11 @@ def no_forward_mode(*_: Any) -> NoReturn:
 # -- torch.func, which takes an autograd.Function but no operator's formula ------------------------
 
 
-def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """Run `forward`, with support for torch.func's gradients, which the operator itself lacks."""
+def through(operator: Callable[..., Any], *tensors: Any, **question: Any) -> tuple[Tensor, ...]:
+    """Run `forward` or `backward`, with support for torch.func, which the operators lack."""
     if _transformed():
-        return _Forward.apply(*tensors, question)
-    return forward(*tensors, **question)
+        return _Transformed.apply(*tensors, operator, question)
+    return operator(*tensors, **question)
 
 
 def _transformed() -> bool:
@@ -189,53 +189,31 @@ def _transformed() -> bool:
     return forward_mode or torch._C._are_functorch_transforms_active()
 
 
-def pulled_back(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
-    """Run `backward`, with support for torch.func's transforms, which the operator itself lacks."""
-    if _transformed():
-        return _Backward.apply(*tensors, question)
-    return backward(*tensors, **question)
-
-
-class _Forward(torch.autograd.Function):
+class _Transformed(torch.autograd.Function):
     jvp = staticmethod(no_forward_mode)
 
     @staticmethod
-    def forward(*tensors_and_question: Any) -> tuple[Tensor, Tensor]:
-        *tensors, question = tensors_and_question
-        return forward(*tensors, **question)
+    def forward(*given: Any) -> tuple[Tensor, ...]:
+        *tensors, operator, question = given
+        return operator(*tensors, **question)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, question = inputs
-        _keep(ctx, tensors, question, output)
+        *tensors, operator, question = inputs
+        ctx.of_forward = operator is forward
+        if ctx.of_forward:
+            _keep(ctx, tensors, question, output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        return (*_gradient(ctx, *gradients), None)
+        if not ctx.of_forward:
+            no_second(ctx)
+        return (*_gradient(ctx, *gradients), None, None)
 
     @staticmethod
-    def vmap(info: Any, dims: Any, *tensors_and_question: Any) -> Any:
-        *tensors, question = tensors_and_question
-        return folded(differentiable, info, dims, *tensors, **question)
-
-
-class _Backward(torch.autograd.Function):
-    backward = staticmethod(no_second)
-    jvp = staticmethod(no_forward_mode)
-
-    @staticmethod
-    def forward(*tensors_and_question: Any) -> tuple[Tensor, ...]:
-        *tensors, question = tensors_and_question
-        return backward(*tensors, **question)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing for a backward pass, because there is no second derivative."""
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, *tensors_and_question: Any) -> Any:
-        *tensors, question = tensors_and_question
-        return folded(pulled_back, info, dims, *tensors, **question)
+    def vmap(info: Any, dims: Any, *given: Any) -> Any:
+        *tensors, operator, question = given
+        return folded(partial(through, operator), info, dims, *tensors, **question)
 
 
 # -- vmap: one more axis of independent problems is a larger batch ---------------------------------

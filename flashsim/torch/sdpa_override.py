@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -86,21 +87,12 @@ def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
     return library
 
 
-class _Arguments:
-    """The arguments of one of torch's operators, by their names in the operator's schema."""
-
-    attn_mask: Any = None
-    cum_seq_q = cum_seq_k = window_size_left = window_size_right = None
-
-    def __init__(self, given: Any, named: dict[str, Any]) -> None:
-        self.__dict__.update(given, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"torch's operator has no argument {name}")
-
-
-#: Positional arguments that torch's operators call differently.
+#: The arguments of one of torch's operators, by their names in the operator's schema. It is a named
+#: tuple, which takes the host less time than another object.
+_Arguments = Any
+#: Arguments that torch's operators call differently, and those that only some operators have.
 _SAME = {"attn_bias": "attn_mask", "grad_out_": "grad_out"}
+_OF_SOME = {"attn_mask", "cum_seq_q", "cum_seq_k", "window_size_left", "window_size_right"}
 
 
 def _names(operator: str) -> list[str]:
@@ -115,13 +107,14 @@ def _replacement(operator: str, function: Callable[[_Arguments], Any]) -> Callab
     """
     schema, names = getattr(torch.ops.aten, operator).default._schema, _names(operator)
     defaults = {name: x.default_value for name, x in zip(names, schema.arguments, strict=True)}
-    of_operator = type(operator, (_Arguments,), defaults)
+    defaults |= dict.fromkeys(_OF_SOME - defaults.keys())
+    arguments = namedtuple("Arguments", [*defaults], defaults=[*defaults.values()])  # type: ignore[misc]
     backward = names[0] == "grad_out"
 
     def replaced(*args: Any, **named: Any) -> Any:
         if backward and args[0] is None:
             return (None,) * 3
-        return function(of_operator(zip(names, args, strict=False), named))
+        return function(arguments(*args, **named))
 
     return replaced
 
@@ -209,7 +202,7 @@ _SUPPORTED = frozenset((
 def _flash_forward(a: _Arguments) -> tuple[Tensor, ...]:
     """Run the forward pass on (batch, n, heads, d) or packed tensors."""
     question = _question(a)
-    asked = sorted(n for n, x in vars(a).items() if x is not None and n not in _SUPPORTED)
+    asked = sorted(n for n, x in a._asdict().items() if x is not None and n not in _SUPPORTED)
     if a.return_debug_mask or asked:
         raise UnsupportedError(
             f"flashsim's attention does not support {', '.join(asked or ['return_debug_mask'])}; "
@@ -239,7 +232,7 @@ def _flash_backward(a: _Arguments) -> tuple[Tensor, ...]:
 def _turned(a: _Arguments, *names: str) -> _Arguments:
     """Return arguments whose tensors `names` are (batch, n, heads, d), not (batch, heads, n, d)."""
     tensors = {name: getattr(a, name).transpose(1, 2) for name in names}
-    return type(a)(vars(a), tensors | {"cum_seq_q": None, "cum_seq_k": None})
+    return a._replace(**tensors, cum_seq_q=None, cum_seq_k=None)
 
 
 def _sdpa_forward(a: _Arguments) -> tuple[Any, ...]:

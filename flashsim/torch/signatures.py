@@ -335,9 +335,7 @@ def _fused_layer(a: Arguments) -> AttentionCall:
         notes.append("its probabilities are returned, which FlashAttention never holds")
     kind = "TransformerEncoderLayer" if "src" in a else "MultiheadAttention"
     return AttentionCall(
-        *("", f"{kind} (fast path)", sizes, dtype_of(q), device_of(q)),
-        pattern=pattern,
-        notes=notes,
+        *("", f"{kind} (fast path)", sizes, dtype_of(q), device_of(q)), pattern=pattern, notes=notes
     )
 
 

@@ -33,14 +33,17 @@ class Archive:
                     f"{info.filename!r}"
                 )
             self._infos[name] = info
+        #: The shape of each array that `declare` has checked, and its type.
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._types: dict[str, np.dtype] = {}
 
     @property
     def names(self) -> list[str]:
         """The names of the arrays in the file, in the order of the zip directory."""
         return list(self._infos)
 
-    def shape(self, name: str, dtype: np.dtype, ndim: int = 1) -> tuple[int, ...]:
-        """Return the shape in an array's header, after checking the type and the number of axes."""
+    def declare(self, name: str, dtype: np.dtype, ndim: int = 1) -> None:
+        """Check an array's header for its type and number of axes, and keep the shape."""
         with self._zip.open(self._infos[name]) as member:
             version = np.lib.format.read_magic(member)
             if version != (1, 0):  # the version that NumPy writes for our types
@@ -64,26 +67,16 @@ class Archive:
                 f"the array {name} in the file must have {size} B, as its shape implies, got "
                 f"{self._infos[name].file_size} B"
             )
-        return shape
+        self.shapes[name], self._types[name] = shape, dtype
 
-    def read(
-        self,
-        name: str,
-        dtype: np.dtype,
-        shape: tuple[int, ...],
-        check: Callable[[np.ndarray], None] | None = None,
-    ) -> np.ndarray:
-        """Return an array, after checking the type (`dtype`) and the `shape`.
+    def read(self, name: str, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+        """Return an array that was declared.
 
         The function `check` gets each chunk as it is read, and may change the chunk or raise an
         error early.
         """
-        stored_shape = self.shape(name, dtype, len(shape))
-        if stored_shape != tuple(shape):
-            raise ValueError(
-                f"the array {name} in the file must have shape {tuple(shape)}, got {stored_shape}"
-            )
-        array = np.empty(shape, dtype)  # a page uses memory only once it is written
+        dtype = self._types[name]
+        array = np.empty(self.shapes[name], dtype)  # a page uses memory only once it is written
         rows = max(1, _PART_BYTES // (array[:1].nbytes or 1))
         with self._zip.open(self._infos[name]) as member:
             np.lib.format.read_magic(member)

@@ -26,7 +26,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -159,10 +159,11 @@ def _read(file: Any, path: str) -> Recording:
 
 
 def _header(archive: Archive) -> Any:
-    shape = archive.shape("header", np.dtype(np.uint8))
-    if shape[0] > _HEADER_BYTES:
-        raise ValueError(f"the header must have at most {_HEADER_BYTES:,} B, got {shape[0]:,}")
-    return json.loads(archive.read("header", np.dtype(np.uint8), shape).tobytes())
+    archive.declare("header", np.dtype(np.uint8))
+    (length,) = archive.shapes["header"]
+    if length > _HEADER_BYTES:
+        raise ValueError(f"the header must have at most {_HEADER_BYTES:,} B, got {length:,}")
+    return json.loads(archive.read("header").tobytes())
 
 
 # -- converting a trace to JSON and arrays, and back --------------------------------------------
@@ -235,13 +236,14 @@ def _array_types(entry: Any) -> list[tuple[np.dtype, int]]:
 
 
 def _pack_stage(stage: StageTrace) -> dict[str, Any]:
-    schedule = stage.schedule
+    schedule, split = stage.schedule, stage.schedule.split
+    parts = () if split.part_tiles is None else (split.part_tiles,)
     return {
         **{key: getattr(stage.stage, key) for key in ("name", "outer", "dense", "per")},
         "buffers": [],  # earlier versions read a list that they do not use
         "tiling": [schedule.tiling.block_q, schedule.tiling.block_k],
         "key_order": schedule.key_order,
-        "split": validate.split_entry(schedule.split),
+        "split": [split.splits, split.pack_gqa, *parts],
         "repeat": stage.repeat,
         "stride": stage.stride,
     }
@@ -251,18 +253,15 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     own = validate.own(header.get("own"))
     tensors = TENSORS if own is None else (*TENSORS, *own.tensors)
     validate.header(header, tensors)
-    kinds = _members(header, archive)
-    shapes = {name: archive.shape(name, *kind) for name, kind in kinds.items()}
-    held = {name: list(shape) for name, shape in shapes.items()}
+    _declare(header, archive)
+    shapes, read = archive.shapes, archive.read
+    held = {name: list(shape) for name, shape in shapes.items() if name != "header"}
     said = header.get("members", held)
     if wrong := [name for name in {*said, *held} if said.get(name) != held.get(name)]:
         raise ValueError(
             "the shapes of arrays in the header and in the file differ: the header says "
             f"{_sizes(wrong, said)}; the file has {_sizes(wrong, held)}"
         )
-
-    def read(name: str) -> np.ndarray:
-        return archive.read(name, kinds[name][0], shapes[name])
 
     plain = {k: x for k, x in header["problem"].items() if k != "score_grads"}
     problem = validate.problem(plain)
@@ -277,12 +276,12 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         rows_each = problem.group if packed else 1
         for n, sides in enumerate(header["mask"]["tilings"]):
             tiling = Tiling(*sides)
-            ptr, col, kind = _csr(n)
-            validate.length_of_mask(
-                shapes[ptr], shapes[col], shapes[kind], problem, tiling, rows_each
-            )
-            tables[tiling] = read(ptr), read(col), read(kind)
-            validate.mask_table(tables[tiling], problem, tiling, rows_each)
+            of_tables = problem, tiling, rows_each
+            of_ptr, of_col, of_kind = (shapes[name] for name in _csr(n))
+            validate.length_of_mask(of_ptr, of_col, of_kind, *of_tables)
+            ptr, col, kind = map(read, _csr(n))
+            tables[tiling] = ptr, col, kind
+            validate.mask_table(tables[tiling], *of_tables)
         masks["mask"] = SavedMask(header["mask"]["name"], tables)
     if "score_mod" in header:
         masks["score_mod"] = graph_of(header["score_mod"])
@@ -299,14 +298,17 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         masks["mask_mod"] = MaskFunction(graph, (x.reshape(a.shape) for x, a in pairs))
     problem = validate.problem(header["problem"], **masks)
 
-    names, algorithm, direction = header["names"], header["algorithm"], header["direction"]
+    algorithm, direction = header["algorithm"], header["direction"]
+    codes = {  # this version's codes, by those of the file
+        field: np.array([ours.index(name) for name in header["names"].get(field, ())], np.uint8)
+        for field, ours in {**_NAMES, "tensor": tensors}.items()
+    }
     stages: list[StageTrace] = []
     limits: list[validate.StageLimits] = []
     for n, entry in enumerate(header["stages"]):
         mine = own is not None
-        walk, tiling, repeat, stride = validate.stage(
-            entry, problem, algorithm, direction, own=mine
-        )
+        stage = validate.stage(entry, problem, algorithm, direction, own=mine)
+        walk, tiling, repeat, stride = stage
         if "mask" in masks and tiling not in masks["mask"].tables:
             raise ValueError(
                 f"stage {walk.name!r} has {tiling} tiles, but the file has no table of the "
@@ -315,20 +317,21 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         how = walk.outer, entry["key_order"], walk.dense, validate.split(entry)
         schedule = Schedule(problem, tiling, *how)
         limits.append(validate.StageLimits(walk, problem, tiling, how[-1], own=mine))
-        table = _events(archive, f"events_{n}", shapes, limits[-1], names, tensors)
+        table = _events(archive, f"events_{n}", limits[-1], codes)
         costs = None
         if mine:
             validate.shape_of_costs(shapes[f"costs_{n}"], table)
             costs = read(f"costs_{n}")
-            validate.own_costs(costs)
+            # sums of the FLOPs and bytes must not overflow
+            validate.within("costs", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
         stages.append(StageTrace(walk, schedule, repeat, stride, table, costs))
     validate.moved(stages)
     timeline = None
     if "timeline_sm" in shapes:
         total = sum(len(stage.events) * stage.repeat for stage in stages)
         validate.length_of_timeline(shapes["timeline_sm"][0], total)
-        timeline = _unpack_timeline(shapes, read)
-        _recode(timeline, names, tensors)
+        timeline = _unpack_timeline(archive)
+        _recode(timeline, codes)
         timeline.setflags(write=False)
         validate.timeline(timeline, limits, problem)
     return Recording(
@@ -346,29 +349,24 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
 
 
 def _events(
-    archive: Archive,
-    name: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    limits: validate.StageLimits,
-    names: dict[str, list[str]],
-    tensors: Sequence[str],
+    archive: Archive, name: str, limits: validate.StageLimits, codes: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     """Return a stage's read-only events from a file, with the current version's codes."""
-    (length,) = shapes[name]
+    (length,) = archive.shapes[name]
     limits.check_length(length)
 
     def check(part: Structured) -> None:
-        _recode(part, names, tensors)
+        _recode(part, codes)
         limits.check_events(part, length)
 
-    table = archive.read(name, EVENT, (length,), check)
+    table = archive.read(name, check)
     table.setflags(write=False)
     validate.order(table, limits.what)
     return table
 
 
-def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
-    """Return the type and axes of each array that the header requires; check that all exist."""
+def _declare(header: dict[str, Any], archive: Archive) -> None:
+    """Declare the type and axes of each array that the header requires; check that all exist."""
     kinds: dict[str, tuple[np.dtype, int]] = {
         f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))
     }
@@ -396,7 +394,8 @@ def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dty
             "the file must have exactly the arrays that its header implies; missing: "
             f"{missing or 'none'}, unknown: {unknown or 'none'}"
         )
-    return kinds
+    for name, kind in kinds.items():
+        archive.declare(name, *kind)
 
 
 def _csr(n: int) -> list[str]:
@@ -414,9 +413,8 @@ def _pack_timeline(spans: Structured) -> dict[str, np.ndarray]:
     return {f"timeline_{name}": values for name, values in fields.items()}
 
 
-def _unpack_timeline(
-    shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray]
-) -> np.ndarray:
+def _unpack_timeline(archive: Archive) -> np.ndarray:
+    shapes = archive.shapes
     spans: Structured = np.zeros(shapes["timeline_sm"], TIMELINE)
     for name in TIMELINE.names or ():
         if shapes[f"timeline_{name}"] != spans.shape:
@@ -424,16 +422,15 @@ def _unpack_timeline(
                 f"the array timeline_{name} must have the same shape as timeline_sm, which is "
                 f"{spans.shape}, got {shapes[f'timeline_{name}']}"
             )
-        spans[name] = read(f"timeline_{name}")
+        spans[name] = archive.read(f"timeline_{name}")
     spans["start_ns"] = np.cumsum(spans["start_ns"])
     spans["end_ns"] += spans["start_ns"]
     return spans
 
 
-def _recode(table: Structured, names: dict[str, list[str]], tensors: Sequence[str]) -> None:
+def _recode(table: Structured, codes: Mapping[str, np.ndarray]) -> None:
     """Replace the codes in a table of a file by this version's codes for the same names."""
-    for field, ours in {**_NAMES, "tensor": tensors}.items():
+    for field, ours in codes.items():
         if field in (table.dtype.names or ()):
-            codes = np.array([ours.index(name) for name in names[field]], np.uint8)
-            validate.within(f"codes of {field}", table[field], 0, len(codes))
-            table[field] = codes[table[field]] if len(table) else 0
+            validate.within(f"codes of {field}", table[field], 0, len(ours))
+            table[field] = ours[table[field]] if len(table) else 0

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from flashsim import report
-from flashsim.counts.work import KINDS, stage_work
+from flashsim.counts.work import KINDS, stage_work, total_flops
 from flashsim.errors import TraceError
 from flashsim.schedule.names import COMPUTE, FREE, OPS, TRANSFERS
 from flashsim.trace.events import EVENT, Structured, buffer_of, gain
@@ -105,13 +105,8 @@ class Steps(Generic[_Trace]):
                 (work.visit, (self.stage == number) & (self.visit >= 0)),
                 (work.outer, (self.stage == number) & (self.visit < 0)),
             ):
-                costs = [cost for op in ops for cost in op.flops.values()]
                 rows, cols = stage.sides(self.i[chosen], self.j[chosen])
-                done[chosen] = (
-                    sum(c.row for c in costs) * rows
-                    + sum(c.col for c in costs) * cols
-                    + sum(c.score for c in costs) * rows * cols
-                )
+                done[chosen] = sum(total_flops(ops, rows, cols, rows * cols).values())
         return done
 
     @cached_property

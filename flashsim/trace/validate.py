@@ -167,11 +167,6 @@ def shape_of_costs(shape: tuple[int, ...], events: Structured) -> None:
         )
 
 
-def own_costs(costs: np.ndarray) -> None:
-    """Raise an error if sums of the FLOPs and bytes could overflow."""
-    within("costs", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
-
-
 def problem(fields: dict[str, Any], **masks: Any) -> Problem:
     """Return the header's problem, after checking that int32 tables can index all lengths."""
     if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
@@ -200,12 +195,6 @@ def split(entry: Mapping[str, Any]) -> Split:
         )
     integers("a stage's splits and part_tiles", [value[0], *value[2:]], len(value) - 1, 1)
     return Split(*value)
-
-
-def split_entry(split: Split) -> list[Any]:
-    """Return the JSON list of a split, which the function `split` reads."""
-    entry = [split.splits, split.pack_gqa]
-    return entry if split.part_tiles is None else [*entry, split.part_tiles]
 
 
 def stage(

@@ -27,12 +27,10 @@ def reader_frame(folder: str) -> FrameType | None:
 def in_library(folder: str) -> bool:
     """Return True if a function of Triton's own library is running, such as `tl.sigmoid`."""
     library = str(Path(folder) / "language" / "standard.py")
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((folder, *_OTHERS)):
-        if frame.f_code.co_filename == library:
-            return True
-        frame = frame.f_back
-    return False
+    frame, stop = sys._getframe(1), reader_frame(folder)
+    while frame is not stop and frame.f_code.co_filename != library:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not stop
 
 
 def deepest(error: BaseException, folder: str) -> tuple[str, int, str] | None:

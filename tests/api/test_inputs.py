@@ -8,11 +8,9 @@ from refusals import refusals, refused
 
 import flashsim
 from flashsim import (
-    BlockMask,
     DTypeError,
     OptionError,
     Problem,
-    Tiling,
     UnknownArgumentError,
 )
 from flashsim.api.arrays import check_finite, check_like
@@ -269,29 +267,12 @@ def test_the_problem_follows_from_the_shapes():
     )
 
 
-def test_a_bare_grid_means_one_value_a_tile():
-    grid = np.array([[True, False], [True, True]])
-
-    p = prepare(X, X, X, Request(block_mask=grid, tiling=Tiling(4, 5))).problem
-
-    assert p.block_mask == BlockMask(grid, 4, 5)
-
-
 def test_strides_of_leading_axes_and_single_columns_do_not_matter():
     rows = np.zeros((16, 16), np.float32)[::2]
     column = np.zeros((8, 4), np.float32)[:, :1]
 
     assert prepare(rows, rows, rows).problem.n_q == 8
     assert prepare(column, column, column).problem.head_dim == 1
-
-
-def test_nan_goes_through_unless_told_otherwise():
-    bad = X.copy()
-    bad[0, 0] = np.inf
-
-    assert prepare(bad, X, X).problem.n_q == 8
-    with pytest.raises(OptionError, match="q contains 1 NaN"):
-        prepare(bad, X, X, Request(nan_policy="raise"))
 
 
 def test_nan_in_bfloat16_and_in_a_bias_is_seen():

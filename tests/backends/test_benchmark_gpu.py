@@ -49,7 +49,7 @@ class FakeLab:
     def milliseconds(self, start, end):
         return end - start
 
-    def spin(self, seconds):
+    def spin(self, seconds=0.0):
         FakeLab.spun = seconds
 
     def flush(self):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from flashsim import Problem
 from flashsim.backends.launch_policy import decode_plan
-from flashsim.errors import OptionError, UnsupportedError
 
 pytest.importorskip("cupy")
 from test_cuda_kernels import GPUS, H200, REPORT_SPILL_BYTES, SPILL_BYTES, compile_kernel
@@ -73,20 +72,36 @@ def test_counting_compiles_and_costs_nothing_when_off(name):
 
 
 @pytest.mark.parametrize(
-    ("batch", "keys", "splits", "threads"),
+    ("batch", "keys", "page", "splits", "cluster", "threads", "stages", "overlaps"),
     [
-        (8, 4096, 2, 256),
-        (8, 32768, 1, 256),
-        (1, 131072, 16, 256),
-        (32, 4096, 1, 128),
-        (128, 4096, 1, 128),
+        (8, 4096, 0, 2, 2, 256, 3, True),
+        (8, 32768, 0, 1, 1, 256, 3, True),
+        (1, 131072, 0, 16, 1, 256, 3, True),
+        (32, 4096, 0, 1, 1, 128, 2, True),
+        (128, 4096, 0, 1, 1, 128, 2, True),
+        # short sequences merge in the largest cluster: 8 parts of four key tiles rather than 16 of
+        # two, whose parts would go through HBM
+        (1, 100, 0, 1, 1, 256, 2, True),
+        (1, 300, 0, 2, 2, 256, 2, True),
+        (1, 700, 0, 4, 4, 256, 2, True),
+        (1, 1024, 0, 8, 8, 256, 2, True),
+        (1, 4096, 0, 8, 8, 256, 2, True),
+        (1, 8192, 0, 16, 1, 256, 2, True),
+        # 192 KB are under way a multiprocessor; in pages, of few tiles, of two blocks 128 KB
+        (8, 32768, 16, 2, 2, 256, 2, True),
+        (8, 1024, 0, 2, 2, 256, 2, True),
+        # two blocks do not begin early, if all have their places and much to read
+        (32, 32768, 0, 1, 1, 128, 2, False),
+        (128, 32768, 0, 1, 1, 128, 2, True),
     ],
 )
-def test_the_measured_choices(batch, keys, splits, threads):
-    p = Problem(1, keys, 128, batch=batch, **GROUPED)
-    made = decode_plan.plan(p, (keys,) * batch, H200)
-    assert made.splits == (splits,) * batch
-    assert made.kernel.threads == threads
+def test_the_measured_choices(batch, keys, page, splits, cluster, threads, stages, overlaps):
+    given = Problem(1, max(keys, 8192), 128, batch=batch, **GROUPED), (keys,) * batch
+    made = decode_plan.plan(*given, H200, page=page)
+    assert (made.splits, made.cluster) == ((splits,) * batch, cluster)
+    assert (made.kernel.threads, made.overlaps) == (threads, overlaps)
+    assert dict(made.kernel.constants)["FS_STAGES"] == stages
+    assert decode_plan.plan(*given, replace(H200, compute_capability=(8, 0))).cluster == 1
 
 
 def test_sequences_that_take_all_the_memory_gives_stay_whole():
@@ -103,40 +118,6 @@ def test_sequences_that_take_all_the_memory_gives_stay_whole():
     assert decode_plan.plan(narrow, (32768,) * 8, H200).splits == (1,) * 8
     made = decode_plan.plan(narrow, (1024,) * 8, H200, page=16)
     assert (made.splits, made.cluster, made.slots) == ((2,) * 8, 2, 0)
-
-
-@pytest.mark.parametrize(
-    ("keys", "splits", "cluster"),
-    [(100, 1, 1), (300, 2, 2), (700, 4, 4), (1024, 8, 8), (4096, 8, 8), (8192, 16, 1)],
-)
-def test_short_sequences_merge_in_the_largest_cluster(keys, splits, cluster):
-    """8 parts of four key tiles rather than 16 of two, whose parts would go through HBM."""
-    made = decode_plan.plan(Problem(1, 8192, 128, **GROUPED), (keys,), H200)
-    assert (made.splits, made.cluster) == ((splits,), cluster)
-    assert (
-        decode_plan.plan(made.problem, (keys,), replace(H200, compute_capability=(8, 0))).cluster
-        == 1
-    )
-
-
-@pytest.mark.parametrize(
-    ("batch", "keys", "page", "stages", "overlaps"),
-    [
-        (8, 32768, 0, 3, True),
-        (8, 32768, 16, 2, True),
-        (8, 1024, 0, 2, True),
-        (32, 4096, 0, 2, True),
-        (32, 32768, 0, 2, False),
-        (128, 32768, 0, 2, True),
-    ],
-)
-def test_long_contiguous_ranges_have_more_under_way(batch, keys, page, stages, overlaps):
-    """192 KB a multiprocessor; in pages, of few tiles, of two blocks 128 KB. Two do not begin
-    early, if all have their places and much to read."""
-    p = Problem(1, keys, 128, batch=batch, **GROUPED)
-    made = decode_plan.plan(p, (keys,) * batch, H200, page=page)
-    assert dict(made.kernel.constants)["FS_STAGES"] == stages
-    assert made.overlaps == overlaps
 
 
 def test_what_merges_in_a_cluster():
@@ -189,17 +170,6 @@ def test_splits_cover_every_tile_once(lengths, splits, window, n_q):
     else:
         size = made.items[:, 2] - made.items[:, 1]
     assert (np.diff(size) <= 0).all(), "the longest come first"
-
-
-def test_what_is_not_decoded_is_refused():
-    with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
-        decode_plan.plan(Problem(1, 64, 64), (64,), H200)
-    with pytest.raises(UnsupportedError, match="head_dim of at most 256, got 512"):
-        decode_plan.plan(Problem(1, 64, 512, dtype="float16"), (64,), H200)
-    with pytest.raises(UnsupportedError, match="does not support bias"):
-        decode_plan.plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)
-    with pytest.raises(OptionError, match="splits= must be at most 2048 here"):
-        decode_plan.plan(Problem(1, 1 << 20, 64, **GROUPED), (1 << 20,), H200, 5000)
 
 
 @pytest.mark.parametrize(

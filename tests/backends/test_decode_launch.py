@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flashsim import Problem, Tiling
+from flashsim import Problem
 from flashsim.engines.protocol import Job
-from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
 from flashsim.problem.problem import numpy_dtype
 from flashsim.trace.events import PHASES
 
 pytest.importorskip("cupy")
 import emulator
 from decode_cases import Case, moved, simulated
+from refusals import refusals, refused
 from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 
 from flashsim.api import inputs
@@ -333,101 +333,9 @@ def test_a_timeline_has_every_visit_and_the_merge(name, launches):
         assert span["start_ns"] >= spans[mine]["end_ns"].max()
 
 
-def test_what_has_no_timeline():
-    case, _ = CASCADES["one query"]
-    one = job(case, case.make(), shared_prefix=case.prefix)
-    with pytest.raises(UnsupportedError, match="does not support shared_prefix="):
-        decode.forward(replace(one, trace="timeline"), H200, Space())
-    with pytest.raises(UnsupportedError, match="run with shared_prefix= cannot be traced"):
-        decode.forward(replace(one, trace=True), H200, Space())
-
-
-def test_a_shared_page_that_is_not():
-    case, _ = CASCADES["four, causal, pages"]
-    x = case.make()
-    x["table"][1, 2] = x["table"][1, 3]
-    with pytest.raises(
-        OptionError, match=r"block_table\[1, 2\] must be page \d+, .* first 64 keys"
-    ):
-        decode.forward(job(case, x, shared_prefix=64), H200, Space())
-    with pytest.raises(ShapeError, match="shared_prefix must be at least 1, got -1"):
-        decode.forward(job(case, x, shared_prefix=-1), H200, Space())
-
-
 P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="float16")
-
-
-@pytest.mark.promise("refuses bad input")
-@pytest.mark.parametrize(
-    ("lengths", "error", "message"),
-    [
-        ([1, 2, 3], ShapeError, "must be 2 integers, one per batch entry, got"),
-        (
-            [1, 65],
-            OptionError,
-            r"cache_seqlens\[1\] must be from 0 to 64, .* keys in the cache, got 65",
-        ),
-        ([-1, 3], OptionError, r"cache_seqlens\[0\] must be from 0 to 64, .*, got -1"),
-        ([1.5, 2], ShapeError, "cache_seqlens must be 2 integers"),
-        ([True, 2], ShapeError, "cache_seqlens must be 2 integers"),
-        (7, ShapeError, "cache_seqlens must be 2 integers"),
-    ],
-)
-def test_lengths_that_cannot_be(lengths, error, message):
-    job = Job(P, None, None, None, options={"cache_seqlens": lengths})
-    with pytest.raises(error, match=message):
-        decode._live_keys(job, None, 0)
-
-
-@pytest.mark.promise("refuses bad input")
-def test_a_table_names_its_wrong_entry():
-    table = np.array([[0, 1, 9, 9], [4, 5, 2, -1]], np.int32)
-    pool = np.zeros((6, 2, 16, 1), np.float16)
-
-    def checked(table, lengths, prefix=0):
-        options = {"cache_seqlens": lengths, "shared_prefix": prefix}
-        return decode._live_keys(Job(P, None, pool, None, options=options), table, 16)
-
-    assert checked(table, [20, 48]) == ((20, 48), 0)
-    with pytest.raises(OptionError, match=r"block_table\[1, 3\] must be .* 0 to 5, got -1"):
-        checked(table, [20, 49])
-    with pytest.raises(OptionError, match=r"block_table\[0, 2\] must be .* 0 to 5, got 9"):
-        checked(table, [33, 48])
-    with pytest.raises(
-        OptionError, match=r"block_table\[1, 0\] must be page 0, .* first 16 keys, got page 4"
-    ):
-        checked(table, [20, 48], 16)
-    with pytest.raises(DTypeError, match="block_table must be int32, got int64"):
-        checked(table.astype(np.int64), [1, 1])
-
-
-@pytest.mark.promise("refuses bad input")
-@pytest.mark.parametrize("splits", [0, -3, 1.5, "many", True])
-def test_splits_that_cannot_be(splits):
-    with pytest.raises(OptionError, match="splits= must be 'auto' or an integer of at least 1"):
-        decode._splits(splits)
-
-
-@pytest.mark.promise("refuses bad input")
-def test_what_a_decode_does_not_take():
-    def refused(error, message, **more):
-        with pytest.raises(error, match=message):
-            decode.check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
-
-    refused(UnsupportedError, "leave out tiling= and key_order=", tiling=Tiling(16, 16))
-    refused(UnsupportedError, "in ascending order", key_order="descending")
-    refused(UnsupportedError, "leave out kernel=", options={"kernel": "hopper"})
-    refused(DTypeError, "workspace= must be a .*Workspace, got 3", options={"workspace": 3})
-    refused(DTypeError, "pack_gqa must be True or False, got 1", options={"pack_gqa": 1})
-    text = "always share a tile, .*; leave out pack_gqa=, or use backend='simulator'"
-    refused(UnsupportedError, text, options={"pack_gqa": False})
-
-
-def test_packed_heads_may_be_said():
-    """What the kernels do anyway; of heads that share nothing, that they are not packed."""
-    for problem, packs in ((P, True), (replace(P, heads=2, kv_heads=2), False)):
-        decode.check(Job(problem, None, None, None, options={"pack_gqa": packs}))
-    assert "pack_gqa" in cupy_engine.OPTIONS
+POOL = np.zeros((6, 2, 16, 1), np.float16)
+TABLE = np.array([[0, 1, 9, 9], [4, 5, 2, -1]], np.int32)
 
 
 class OnGpu:
@@ -437,26 +345,98 @@ class OnGpu:
         self.shape, self.dtype = shape, dtype
 
 
-def test_pages_as_one_array():
-    half = numpy_dtype("float16")
-    q = np.zeros((3, 4, 1, 64), half)
-    k, v = np.zeros((9, 2, 16, 64), half), np.zeros((9, 2, 16, 32), half)
-    table = OnGpu((3, 5))
-    made = inputs.prepare(q, k, v, block_table=table)
+#: Three sequences in pages, and their table.
+PAGED_Q = np.zeros((3, 4, 1, 64), numpy_dtype("float16"))
+PAGES_K, PAGES_V = (np.zeros((9, 2, 16, d), numpy_dtype("float16")) for d in (64, 32))
+PAGES = OnGpu((3, 5))
+
+
+def with_prefix(name, spoil=False, **more):
+    """Decode a case of `CASCADES`, whose table may have an own page among those of the prefix."""
+    case, _ = CASCADES[name]
+    x = case.make()
+    if spoil:
+        x["table"][1, 2] = x["table"][1, 3]
+    trace, options = more.pop("trace", False), {"shared_prefix": case.prefix} | more
+    return decode.forward(replace(job(case, x, **options), trace=trace), H200, Space())
+
+
+def lengths_of(lengths, table=None, prefix=0):
+    options = {"cache_seqlens": lengths, "shared_prefix": prefix}
+    return decode._live_keys(Job(P, None, POOL, None, options=options), table, 16)
+
+
+def check(**more):
+    decode.check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
+
+
+def prepare(q, k, v, table, *request):
+    return inputs.prepare(q, k, v, *request, block_table=table)
+
+
+REFUSED = refusals(r"""
+with_prefix("one query", trace="timeline")
+    -> UnsupportedError: does not support shared_prefix=
+with_prefix("one query", trace=True)
+    -> UnsupportedError: run with shared_prefix= cannot be traced
+with_prefix("four, causal, pages", spoil=True, shared_prefix=64)
+    -> OptionError: block_table[1, 2] must be page  ... first 64 keys
+with_prefix("four, causal, pages", shared_prefix=-1)
+    -> ShapeError: shared_prefix must be at least 1, got -1
+lengths_of([1, 2, 3]) -> ShapeError: must be 2 integers, one per batch entry, got
+lengths_of([1, 65])
+    -> OptionError: cache_seqlens[1] must be from 0 to 64, ... keys in the cache, got 65
+lengths_of([-1, 3]) -> OptionError: cache_seqlens[0] must be from 0 to 64, ... , got -1
+lengths_of([1.5, 2]) -> ShapeError: cache_seqlens must be 2 integers
+lengths_of([True, 2]) -> ShapeError: cache_seqlens must be 2 integers
+lengths_of(7) -> ShapeError: cache_seqlens must be 2 integers
+lengths_of([20, 49], TABLE) -> OptionError: block_table[1, 3] must be ... 0 to 5, got -1
+lengths_of([33, 48], TABLE) -> OptionError: block_table[0, 2] must be ... 0 to 5, got 9
+lengths_of([20, 48], TABLE, 16)
+    -> OptionError: block_table[1, 0] must be page 0, ... first 16 keys, got page 4
+lengths_of([1, 1], TABLE.astype(np.int64))
+    -> DTypeError: block_table must be int32, got int64
+decode._splits(0) -> OptionError: splits= must be 'auto' or an integer of at least 1
+decode._splits(-3) -> OptionError: splits= must be 'auto' or an integer of at least 1
+decode._splits(1.5) -> OptionError: splits= must be 'auto' or an integer of at least 1
+decode._splits("many") -> OptionError: splits= must be 'auto' or an integer of at least 1
+decode._splits(True) -> OptionError: splits= must be 'auto' or an integer of at least 1
+check(tiling=Tiling(16, 16)) -> UnsupportedError: leave out tiling= and key_order=
+check(key_order="descending") -> UnsupportedError: in ascending order
+check(options={"kernel": "hopper"}) -> UnsupportedError: leave out kernel=
+check(options={"workspace": 3}) -> DTypeError: workspace= must be a  ... Workspace, got 3
+check(options={"pack_gqa": 1}) -> DTypeError: pack_gqa must be True or False, got 1
+check(options={"pack_gqa": False})
+    -> UnsupportedError: always share a tile, ... ; leave out pack_gqa=, or use backend='simulator'
+prepare(PAGED_Q, PAGES_K[0], PAGES_V, PAGES)
+    -> ShapeError: k and v must be (pages, ... got k (2, 16, 64)
+prepare(PAGED_Q, PAGES_K, PAGES_V[:8], PAGES) -> ShapeError: with the same number of pages, got
+prepare(PAGED_Q, PAGES_K, PAGES_V, OnGpu((2, 5)))
+    -> ShapeError: must have shape (batch, max_pages) for q
+prepare(PAGED_Q, PAGES_K, PAGES_V, OnGpu((3, 5), "torch.float32"))
+    -> DTypeError: must be an array of integers ... got float32
+prepare(PAGED_Q, PAGES_K, PAGES_V, [[0] * 5] * 3)
+    -> DTypeError: block_table must be an array, got list
+prepare(PAGED_Q, PAGES_K, PAGES_V, PAGES, inputs.Request(nan_policy="raise"))
+    -> OptionError: nan_policy='raise' cannot be combined with block_table
+""")
+
+
+@pytest.mark.promise("refuses bad input")
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_cannot_be_decoded(call, said):
+    refused(call, said, globals())
+
+
+def test_live_keys_and_pages_that_can_be():
+    assert lengths_of([20, 48], TABLE) == ((20, 48), 0)
+    made = prepare(PAGED_Q, PAGES_K, PAGES_V, PAGES)
     assert (made.problem.n_kv, made.problem.head_dim_v) == (80, 32)
-    assert made.k is k
-    for error, said, given in (
-        (ShapeError, r"k and v must be \(pages, .* got k \(2, 16, 64\)", (q, k[0], v, table)),
-        (ShapeError, "with the same number of pages, got", (q, k, v[:8], table)),
-        (ShapeError, r"must have shape \(batch, max_pages\) for q", (q, k, v, OnGpu((2, 5)))),
-        (
-            DTypeError,
-            "must be an array of integers.* got float32",
-            (q, k, v, OnGpu((3, 5), "torch.float32")),
-        ),
-        (DTypeError, "block_table must be an array, got list", (q, k, v, [[0] * 5] * 3)),
-    ):
-        with pytest.raises(error, match=said):
-            inputs.prepare(*given[:3], block_table=given[3])
-    with pytest.raises(OptionError, match="nan_policy='raise' cannot be combined with block_table"):
-        inputs.prepare(q, k, v, inputs.Request(nan_policy="raise"), block_table=table)
+    assert made.k is PAGES_K
+
+
+def test_packed_heads_may_be_said():
+    """What the kernels do anyway; of heads that share nothing, that they are not packed."""
+    for problem, packs in ((P, True), (replace(P, heads=2, kv_heads=2), False)):
+        decode.check(Job(problem, None, None, None, options={"pack_gqa": packs}))
+    assert "pack_gqa" in cupy_engine.OPTIONS

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusals, refused
 
 from flashsim import Problem
 from flashsim.backends.launch_policy import decode_plan
-from flashsim.errors import OptionError, ShapeError, UnsupportedError
 
 pytest.importorskip("cupy")
 from compiled import kernels_only
@@ -117,46 +117,44 @@ def test_a_shared_prefix_is_cut_up_once(own, pages, splits, n_q):
     assert shared | mine == {*range(made.slots)}
 
 
-@pytest.mark.promise("refuses bad input")
-def test_what_is_refused():
-    a100 = GPUS["sm_80"]
-    with pytest.raises(UnsupportedError, match=r"decoded on Hopper .* not on A100"):
-        decode_plan.plan(MLA, (4096,) * 64, a100)
-    with pytest.raises(UnsupportedError, match="head_dim_v that is a multiple of 128, got 64"):
-        decode_plan.plan(replace(MLA, head_dim_v=64), (4096,) * 64, H200)
-    p = Problem(4, 600, 64, batch=2, causal=True, **GROUPED)
-    with pytest.raises(OptionError, match="got 400, but entry 1 has only 300 keys"):
-        decode_plan.plan(p, (600, 300), H200, prefix=400)
-    with pytest.raises(
-        ShapeError, match=r"sequence 1 has . queries, but only . keys after the shared prefix"
-    ):
-        decode_plan.plan(p, (600, 401), H200, prefix=400)
-    with pytest.raises(ShapeError, match="multiple of page_size=16, got 401"):
-        decode_plan.plan(p, (600, 600), H200, page=16, prefix=401)
-    with pytest.raises(UnsupportedError, match="shared_prefix cannot be combined with window"):
-        decode_plan.plan(replace(p, window=(9, 0)), (600, 600), H200, prefix=400)
-    with pytest.raises(UnsupportedError, match="latent attention does not support shared_prefix"):
-        decode_plan.plan(replace(MLA, head_dim=192, head_dim_v=128), (4096,) * 64, H200, prefix=64)
-    with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
-        decode_plan.check(replace(p, dtype="float32"), H200)
-    sunk = replace(MLA, sinks=True)
-    with pytest.raises(UnsupportedError, match="do not support sinks; use algorithm='flash2' with"):
-        decode_plan.check(sunk, H200)
+SHARED = Problem(4, 600, 64, batch=2, causal=True, **GROUPED)
+REFUSED = refusals(r"""
+plan(MLA, (4096,) * 64, GPUS["sm_80"]) -> UnsupportedError: decoded on Hopper ... not on A100
+plan(replace(MLA, head_dim_v=64), (4096,) * 64, H200)
+    -> UnsupportedError: head_dim_v that is a multiple of 128, got 64
+plan(SHARED, (600, 300), H200, prefix=400)
+    -> OptionError: got 400, but entry 1 has only 300 keys
+plan(SHARED, (600, 401), H200, prefix=400)
+    -> ShapeError: sequence 1 has 4 queries, but only 1 keys after the shared prefix
+plan(SHARED, (600, 600), H200, page=16, prefix=401)
+    -> ShapeError: multiple of page_size=16, got 401
+plan(replace(SHARED, window=(9, 0)), (600, 600), H200, prefix=400)
+    -> UnsupportedError: shared_prefix cannot be combined with window
+plan(replace(MLA, head_dim=192, head_dim_v=128), (4096,) * 64, H200, prefix=64)
+    -> UnsupportedError: latent attention does not support shared_prefix
+plan(replace(SHARED, dtype="float32"), (600, 600), H200)
+    -> UnsupportedError: float16 and bfloat16, not float32
+plan(replace(MLA, sinks=True), (4096,) * 64, H200)
+    -> UnsupportedError: do not support sinks; use algorithm='flash2' with
+plan(Problem(1, 64, 512, dtype="float16"), (64,), H200)
+    -> UnsupportedError: head_dim of at most 256, got 512
+plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)
+    -> UnsupportedError: does not support bias
+plan(Problem(1, 1 << 20, 64, **GROUPED), (1 << 20,), H200, 5000)
+    -> OptionError: splits= must be at most 2048 here
+plan(replace(MLA, n_kv=2**31, batch=1), (2**31,), H200)
+    -> UnsupportedError: with 32-bit integers, so n_kv can be at most 2,147,483,647
+plan(Problem(1, 2**31, 128, **GROUPED), (2**31,), H200)
+    -> UnsupportedError: with 32-bit integers, so n_kv can be at most 2,147,483,647
+plan(Problem(1, 2**31, 128, **GROUPED), (2**31,), H200, prefix=128)
+    -> UnsupportedError: with 32-bit integers, so n_kv can be at most 2,147,483,647
+""")
 
 
 @pytest.mark.promise("refuses bad input")
-def test_keys_past_32_bits_are_refused():
-    long = {"n_kv": 2**31, "batch": 1}
-    plain = Problem(1, 2**31, 128, **GROUPED)
-    for made in (
-        lambda: decode_plan.plan(replace(MLA, **long), (2**31,), H200),
-        lambda: decode_plan.plan(plain, (2**31,), H200, prefix=128),
-        lambda: decode_plan.plan(plain, (2**31,), H200),
-    ):
-        with pytest.raises(
-            UnsupportedError, match="with 32-bit integers, so n_kv can be at most 2,147,483,647"
-        ):
-            made()
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_is_refused(call, said):
+    refused(call, said, {**globals(), "plan": decode_plan.plan})
 
 
 def split_and_cluster(gpu, batch, keys, head_dim, splits=None):

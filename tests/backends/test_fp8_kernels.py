@@ -6,17 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from compiled import compiled, costs_nothing_when_off, errors, thorough
+from refusals import refusals, refused
 from test_hopper_kernels import A100, H200, check, compile_log, driver  # noqa: F401
 
-from flashsim import Problem, Tiling
-from flashsim.backends.cupy_gpu import tensor_maps
+from flashsim import Problem
+from flashsim.backends.cupy_gpu import engine, tensor_maps
 from flashsim.backends.launch.kernel import Box
 from flashsim.backends.launch_policy import hopper_fp8, quantize
 from flashsim.backends.launch_policy.cost_model import makespan
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.engines.protocol import Job
-from flashsim.errors import UnsupportedError
-from flashsim.problem.masks import BlockMask
 
 pytestmark = pytest.mark.promise("kernels compile")
 
@@ -122,64 +121,66 @@ def test_launches_of_the_quantiser():
     assert len(quantize.kernels(128, "bfloat16", "block", (128, 256), rotate=False)) == 2
     assert len(quantize.kernels(128, "bfloat16", "tensor", (128, 128), rotate=False)) == 2
     integers, blocks = quantize.sizes((2, 4, 300, 64), (2, 2, 777, 64), 132)
-    assert integers["tiles_q"], integers["tiles_kv"] == (3, 7)
+    assert (integers["tiles_q"], integers["tiles_kv"]) == (3, 7)
     assert integers["columns"] == 784
     assert blocks == 2 * (4 * 3 + 2 * 2 * 7)
     assert quantize.sizes((2, 64, 9000, 128), (2, 64, 9000, 128), 132)[1] == 264
     assert quantize.sizes(None, (2, 2, 777, 64), 132)[1] == 28
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ((80, "bfloat16", "head", (128, 128)), "head_dim of 64, 128, 256, got 80"),
-        ((64, "float32", "head", (128, 128)), "supports float16 and bfloat16, not float32"),
-        ((64, "float16", "block", (128, 64)), r"multiple of 128 rows.*got block=\(128, 64\)"),
-    ],
-)
-def test_what_the_quantiser_is_not_built_for(given, why):
-    with pytest.raises(UnsupportedError, match=why):
-        quantize.kernels(*given, rotate=False)
+def run(d=128, gpu=H200, tiling=None, **more):
+    return HOPPER_FP8.forward_passes(problem(d, **more), tiling, gpu, "ascending", "")
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (dict(head_dim=96), "one of 64, 128, 256, and head_dim_v equal to it, got 96 and 96"),
-        (dict(head_dim_v=64), "got 128 and 64"),
-        (dict(softcap=3.0), "not support softcap"),
-        (dict(scale=-0.1), "scale must be above 0"),
-        (dict(scales=(32, 128)), r"need one scale, but scales cover blocks of \(32, 128\) rows"),
-        (dict(scales=(128, 64)), "need one scale"),
-        (dict(block_mask=BlockMask(np.ones((64, 64), bool), 64, 64)), "do not divide the block"),
-        (
-            dict(n_q=8, n_kv=8, cu_seqlens_q=(0, 3, 8), cu_seqlens_k=(0, 3, 8), scales="head"),
-            "not support packed sequences",
-        ),
-    ],
-)
-def test_refusals_say_why(change, why):
-    given = dict(n_q=4096, n_kv=4096, head_dim=128, dtype="float8_e4m3fn", scales=(128, 128))
-    p = Problem(**given | change)
-    with pytest.raises(UnsupportedError, match=why):
-        HOPPER_FP8.forward_passes(p, None, H200, "ascending", "")
+def family_of(**options):
+    return engine._family(Job(problem(), None, None, None, options=options), H200, "forward")
 
 
-def test_other_gpus_tilings_and_gradients_are_refused():
-    p = problem()
-    assert "compute capability 9.0, and A100 has 8.0" in HOPPER_FP8.refusal(
-        p, None, A100, "forward"
-    )
-    assert "64 x 64" in HOPPER_FP8.refusal(p, Tiling(64, 64), H200, "forward")
-    assert "no backward" in HOPPER_FP8.refusal(p, None, H200, "backward")
+REFUSED = refusals(r"""
+kernels(80, "bfloat16", "head", (128, 128), rotate=False)
+    -> UnsupportedError: head_dim of 64, 128, 256, got 80
+kernels(64, "float32", "head", (128, 128), rotate=False)
+    -> UnsupportedError: supports float16 and bfloat16, not float32
+kernels(64, "float16", "block", (128, 64), rotate=False)
+    -> UnsupportedError: multiple of 128 rows ... got block=(128, 64)
+check_gpu(A100)
+    -> UnsupportedError: 9.0 or later, and A100 has 8.0; use backend='simulator'
+run(96) -> UnsupportedError: one of 64, 128, 256, and head_dim_v equal to it, got 96 and 96
+run(head_dim_v=64) -> UnsupportedError: got 128 and 64
+run(softcap=3.0) -> UnsupportedError: not support softcap
+run(scale=-0.1) -> UnsupportedError: scale must be above 0
+run(scales=(32, 128))
+    -> UnsupportedError: need one scale, but scales cover blocks of (32, 128) rows
+run(scales=(128, 64)) -> UnsupportedError: need one scale
+run(block_mask=BlockMask(np.ones((64, 64), bool), 64, 64))
+    -> UnsupportedError: do not divide the block
+run(cu_seqlens_q=(0, 3, 4096), cu_seqlens_k=(0, 3, 4096), scales="head")
+    -> UnsupportedError: not support packed sequences
+run(gpu=A100) -> UnsupportedError: compute capability 9.0, and A100 has 8.0
+run(tiling=Tiling(64, 64)) -> UnsupportedError: 64 x 64
+HOPPER_FP8.backward_passes(problem(), None, H200, "ascending", "", "flash2")
+    -> UnsupportedError: no backward
+run(mask_mod=lambda b, h, q, k: q >= k)
+    -> UnsupportedError: do not support mask_mod; use backend='simulator',
+    or convert the arrays to bfloat16
+run(score_mod=lambda s, b, h, q, k: 2 * s)
+    -> UnsupportedError: do not support score_mod ... ; use backend='simulator',
+    or convert the arrays to bfloat16
+run(sinks=True)
+    -> UnsupportedError: do not support sinks; use backend='simulator',
+    or convert the arrays to bfloat16
+family_of(kernel="portable") -> UnsupportedError: portable kernels do not support FP8
+""")
 
 
-def test_the_quantiser_is_not_for_older_gpus():
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_refusals_say_why(call, said):
+    refused(call, said, {**vars(quantize), **globals()})
+
+
+def test_fp8_has_its_own_kernels():
+    assert family_of() is HOPPER_FP8
     quantize.check_gpu(H200)
-    with pytest.raises(
-        UnsupportedError, match=r"9\.0 or later, and A100 has 8\.0; use backend='simulator'"
-    ):
-        quantize.check_gpu(A100)
 
 
 def test_rings_have_as_many_stages_as_fit():
@@ -200,29 +201,3 @@ def test_the_map_of_v_transposed(driver):  # noqa: F811
     byte = 0
     strides = [512, 128 * 512, 2 * 128 * 512]
     assert driver.asked == (byte, 4096, [512, 128, 2, 3], strides, [128, 128, 1, 1])
-
-
-def test_fp8_has_its_own_kernels():
-    pytest.importorskip("cupy")
-    from flashsim.backends.cupy_gpu import engine
-
-    job = Job(problem(), None, None, None)
-    assert engine._family(job, H200, "forward") is HOPPER_FP8
-    with pytest.raises(UnsupportedError, match="portable kernels do not support FP8"):
-        engine._family(replace(job, options={"kernel": "portable"}), H200, "forward")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("mask_mod", lambda b, h, q, k: q >= k), ("score_mod", lambda s, b, h, q, k: 2 * s)],
-)
-def test_functions_are_refused_with_advice_that_works(name, value):
-    refused = f"do not support {name}.*; use backend='simulator', or convert the arrays to bfloat16"
-    with pytest.raises(UnsupportedError, match=refused):
-        kernel(problem(**{name: value}))
-
-
-def test_sinks_are_refused_with_advice_that_works():
-    refused = "do not support sinks; use backend='simulator', or convert the arrays to bfloat16"
-    with pytest.raises(UnsupportedError, match=refused):
-        kernel(problem(sinks=True))

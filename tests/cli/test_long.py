@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import invoke, refused
 
 import flashsim
 from flashsim import l2
@@ -66,9 +66,7 @@ def test_minutes_of_replaying_are_said_before_they_pass(command, monkeypatch):
     assert re.search(r"about \d+ min, estimated from the number of tile requests", long.stderr)
     assert short.stderr == "flashsim: work began\n"
     monkeypatch.setattr(cost, "memory", lambda: 1_000_000)
-    refused = invoke(*words)
-    assert refused.exit_code == 2
-    assert "GB of memory, but this machine has 0.001 GB; larger tiles" in refused.stderr
+    assert "GB of memory, but this machine has 0.001 GB; larger tiles" in refused(*words)
 
 
 def test_a_sweep_that_simulates_for_minutes_says_so(monkeypatch):
@@ -117,15 +115,12 @@ def test_the_estimate_grows_with_visits_and_products():
 )
 def test_what_memory_does_not_hold_is_refused(words, monkeypatch, began):
     monkeypatch.setattr(cost, "memory", lambda: 50_000_000)
-    result = invoke(*words)
-    assert result.exit_code == 2
-    assert "GB of memory, but this machine has 0.05 GB" in result.stderr
+    assert "GB of memory, but this machine has 0.05 GB" in refused(*words)
 
 
 def test_a_rung_refuses_before_it_builds_what_judges_it():
-    result = invoke("study ladder", "-n", 100_000, "--rungs", "whole-row-attention")  # S: 74.5 GiB
-    assert result.exit_code == 2
-    assert "(with block_q=1, 53,888)" in result.stderr
+    said = refused("study ladder", "-n", 100_000, "--rungs", "whole-row-attention")  # S: 74.5 GiB
+    assert "(with block_q=1, 53,888)" in said
 
 
 @pytest.mark.parametrize(
@@ -140,10 +135,9 @@ def test_a_rung_refuses_before_it_builds_what_judges_it():
 )
 def test_a_file_that_cannot_be_written_is_found_before_the_work(words, message, tmp_path, began):
     (tmp_path / "file").write_text("")
-    result = invoke(*(word.format(tmp_path) for word in words))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "work began" not in result.stderr
+    said = refused(*(word.format(tmp_path) for word in words))
+    assert message in said
+    assert "work began" not in said
 
 
 def test_an_interrupt_leaves_the_old_file(tmp_path):

@@ -9,7 +9,7 @@ from l2_cases import small_device, streams
 import flashsim
 from flashsim import Device, Problem, Tiling, l2
 from flashsim.l2 import requests
-from flashsim.l2.launch import SIDE, Launch
+from flashsim.l2.launch import SIDE, L2Launch
 from flashsim.schedule.names import OPS, TENSORS, TRANSFERS
 from flashsim.schedule.plans import DIRECTIONS
 from flashsim.schedule.plans import GENERAL as ALGORITHMS
@@ -71,7 +71,7 @@ def test_a_block_asks_in_the_order_the_simulator_moves(algorithm, direction):
     predicted.device = small_device(1, sms=1)
     for number, stage in enumerate(trace.stages):
         schedule = predicted.schedule(stage.stage)
-        launch = Launch(l2.L2Model(jitter=0, blocks_per_sm=1), predicted, stage.stage)
+        launch = L2Launch(l2.L2Model(jitter=0, blocks_per_sm=1), predicted, stage.stage)
         part = requests.stream(launch, tiles)
         events = stage.expand(number)  # of every head, one after the other
         expected = [
@@ -168,9 +168,9 @@ def test_jitter_is_a_share_of_the_time_of_a_visit():
     )
     seconds = 4 * 64 * 64 * 64 / (device.tensor_flops["bfloat16"] / (132 * 2))  # of a visit
     model = l2.L2Model(jitter=0.25 * seconds, blocks_per_sm=2)
-    assert Launch(model, traffic, traffic.stages[0]).shares().jitter == pytest.approx(0.25)
+    assert L2Launch(model, traffic, traffic.stages[0]).shares().jitter == pytest.approx(0.25)
     unknown = flashsim.count(traffic.problem, tiling=Tiling(64, 64), device=small_device(1 << 20))
-    assert not any(Launch(model, unknown, unknown.stages[0]).shares())
+    assert not any(L2Launch(model, unknown, unknown.stages[0]).shares())
     orders = {}
     for jitter in (0, 0.25 * seconds):
         tiles, (part,) = streams(traffic, l2.L2Model(jitter=jitter, blocks_per_sm=2))
@@ -186,7 +186,7 @@ def test_a_visit_with_a_mask_takes_longer():
     traffic = flashsim.count(p, direction="backward", tiling=Tiling(64, 64), device="H100")
     stage = next(stage for stage in traffic.stages if stage.name == "dkdv")
     given = {"jitter": 0, "blocks_per_sm": 1}
-    shares = Launch(l2.L2Model(masked=1, **given), traffic, stage).shares()
+    shares = L2Launch(l2.L2Model(masked=1, **given), traffic, stage).shares()
     once = 1 / shares.masked  # doubles a visit's time
     before = {}
     for masked in (0, once):
@@ -205,12 +205,12 @@ def test_a_block_that_no_other_block_helps_waits_for_dram():
     traffic.device = replace(traffic.device, sm_count=3)
     stage, tiles = traffic.stages[0], requests.TileNumbers.of(traffic)
     given = {"jitter": 0, "blocks_per_sm": 1}
-    seconds = Launch(l2.L2Model(**given), traffic, stage).visit_seconds()
+    seconds = L2Launch(l2.L2Model(**given), traffic, stage).visit_seconds()
     others = {}
     for wait in (0, seconds):
         model = l2.L2Model(wait=wait, **given)
         cache = l2.model._Sets(tiles, traffic.device, model).copy()
-        ids = requests.stream(Launch(model, traffic, stage), tiles, cache).ids
+        ids = requests.stream(L2Launch(model, traffic, stage), tiles, cache).ids
         head = (ids - tiles.first["K"]) // 32
         keys = head[(ids >= tiles.first["K"]) & (head < 2)]
         others[wait] = int((keys[: np.flatnonzero(keys == 0)[-1]] == 1).sum())
@@ -270,7 +270,7 @@ def test_blocks_of_a_cluster_divide_the_visits_of_a_tile():
 
 def test_longest_first_starts_with_the_last_causal_rows():
     traffic = flashsim.count(Problem(64, head_dim=8, heads=2, causal=True), tiling=Tiling(16, 16))
-    launch = Launch(l2.L2Model("longest-first"), traffic, traffic.stages[0])
+    launch = L2Launch(l2.L2Model("longest-first"), traffic, traffic.stages[0])
     walks, tiles = launch.order(np.diff(launch.schedule.row_csr[0]))
     assert tiles.tolist() == [3, 3, 2, 2, 1, 1, 0, 0]
     assert walks.tolist() == [0, 1] * 4
@@ -280,12 +280,12 @@ def test_groups_of_heads_run_one_after_the_other():
     traffic = flashsim.count(Problem(32, head_dim=8, heads=4, causal=True), tiling=Tiling(16, 16))
     stage, visits = traffic.stages[0], np.array([1, 2])
     model = l2.L2Model("grouped", heads_in_group=2)
-    walks, tiles = Launch(model, traffic, stage).order(visits)
+    walks, tiles = L2Launch(model, traffic, stage).order(visits)
     assert walks.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     assert tiles.tolist() == [1, 1, 0, 0] * 2
     # By default as many heads as keep K and V (2 KiB a head) in 0.4 of L2.
     traffic.device = small_device(11 * 1024)
-    by_size = Launch(l2.L2Model("grouped"), traffic, stage).order(visits)
+    by_size = L2Launch(l2.L2Model("grouped"), traffic, stage).order(visits)
     assert by_size[0].tolist() == walks.tolist()
 
 
@@ -295,7 +295,7 @@ def test_keys_outside_start_where_the_key_order_says():
         traffic = flashsim.count(
             Problem(48, head_dim=8), algorithm="flash1", tiling=Tiling(16, 16), key_order=key_order
         )
-        order = Launch(l2.L2Model(), traffic, traffic.stages[1]).order(np.ones(3))
+        order = L2Launch(l2.L2Model(), traffic, traffic.stages[1]).order(np.ones(3))
         orders.append(order[1].tolist())
     assert orders == [[0, 1, 2], [2, 1, 0]]
 

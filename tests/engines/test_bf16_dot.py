@@ -23,7 +23,6 @@ from flashsim.engines.cpu.micro_kernels import amx, pair_writer, plain, register
 from flashsim.engines.cpu.micro_kernels.exponential import SLACK
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
 from flashsim.engines.cpu.micro_kernels.vector import vector_intrinsic
-from flashsim.engines.protocol import Job
 from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import numpy_dtype
 
@@ -632,7 +631,7 @@ def test_bfloat16_takes_what_this_process_may_use(
     monkeypatch.setattr(registers.config, "CPU_NAME", None)
     monkeypatch.setattr(registers.config, "CPU_FEATURES", flags)
     monkeypatch.setattr(registers.amx, "refusal", lambda process: refused)
-    for cached in ("_host", "_lacks", "pays"):
+    for cached in ("_host", "lacking", "pays"):
         monkeypatch.setattr(registers, cached, getattr(registers, cached).__wrapped__)
     choose = lambda dtype, one=False, heads=1: type(  # noqa: E731
         heuristics.cpu(
@@ -654,7 +653,6 @@ class Kernel:
 
     def __init__(self, request: int, allowed: int) -> None:
         self.request, self.allowed, self.asked = request, allowed, []
-        self.syscall = self.answer
         self.syscall = type("Call", (), {"__call__": staticmethod(self.answer)})()
 
     def answer(self, number, code, what):
@@ -690,19 +688,3 @@ def test_linux_is_asked_for_tiles(request_errno, allowed, told, monkeypatch):
 def test_elsewhere_there_are_no_tiles(monkeypatch):
     monkeypatch.setattr(amx.sys, "platform", "darwin")
     assert "64-bit Linux on x86" in amx.refusal.__wrapped__(1)
-
-
-def test_delta_needs_no_pairs(monkeypatch):
-    """It runs wherever its code does: rowsum(dO o O) of numbers as they lie in memory."""
-    monkeypatch.setattr(registers, "without", lambda _: None)
-    problem = flashsim.Problem(37, heads=3, head_dim=7, dtype="bfloat16")
-    rng = np.random.default_rng(0)
-    out, dout = rng.standard_normal((2, 1, 3, 37, 7)).astype(numpy_dtype("bfloat16"))
-    job = Job(problem, out, out, out, options={"micro_kernel": "amx", "threads": 1})
-    walks, delta = engine._CpuPass(job, "backward"), np.zeros(3 * 37, np.float32)
-    assert walks.pairs
-    no_dlse = np.zeros(0, np.float32)
-    numbers = (engine._as_floats(x) for x in walks.operands(out, dout))
-    walks.run("delta", *numbers, no_dlse, delta)
-    expected = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1).reshape(-1)
-    np.testing.assert_allclose(delta, expected, rtol=0, atol=1e-5)

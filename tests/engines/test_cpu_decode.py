@@ -127,8 +127,7 @@ PAIRS, TILES = (
 
 
 @pytest.mark.parametrize(
-    "micro_kernel",
-    [pytest.param("avx512_bf16", marks=PAIRS), pytest.param("amx", marks=TILES)],
+    "micro_kernel", [pytest.param("avx512_bf16", marks=PAIRS), pytest.param("amx", marks=TILES)]
 )
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("way", WAYS)

@@ -387,43 +387,32 @@ NEW = {**OLD, "avx512f": True, "avx512vl": True}
 
 
 @pytest.mark.parametrize(
-    ("features", "machine", "kind"),
+    ("features", "machine", "name", "given", "kind"),
     [
-        (OLD, "x86_64", registers.Avx2),
-        (NEW, "", registers.Avx512),
-        ({**OLD, "fma": False}, "x86_64", registers.Plain),
-        ({}, "aarch64", registers.Neon),
+        (OLD, "x86_64", None, None, registers.Avx2),
+        (NEW, "", None, None, registers.Avx512),
+        ({**OLD, "fma": False}, "x86_64", None, None, registers.Plain),
+        ({}, "aarch64", None, None, registers.Neon),
+        (NEW, "x86_64", None, "-avx512f", registers.Avx2),
+        (NEW, "x86_64", None, "-avx512vl", registers.Avx2),
+        (NEW, "x86_64", None, "+avx2,+fma", registers.Avx512),  # LLVM knows what this CPU has
+        (NEW, "x86_64", None, "-avx2", registers.Plain),  # AVX-512 needs it
+        (NEW, "x86_64", "haswell", "+avx,+avx2,+fma", registers.Avx2),
+        (NEW, "x86_64", "haswell", None, registers.Avx512),  # Numba gives LLVM all of this CPU
+        (NEW, "x86_64", "generic", "", registers.Plain),
     ],
 )
-def test_registers_are_chosen_by_what_the_cpu_has(features, machine, kind, monkeypatch):
-    assert chosen_on(monkeypatch, features, None, None, machine) is kind
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "kind"),
-    [
-        (None, "-avx512f", registers.Avx2),
-        (None, "-avx512vl", registers.Avx2),
-        (None, "+avx2,+fma", registers.Avx512),  # LLVM knows what this CPU has besides
-        (None, "-avx2", registers.Plain),  # AVX-512 needs it
-        ("haswell", "+avx,+avx2,+fma", registers.Avx2),
-        ("haswell", None, registers.Avx512),  # Numba gives LLVM all that this CPU has
-        ("generic", "", registers.Plain),
-    ],
-)
-def test_registers_are_those_that_numba_compiles_for(name, given, kind, monkeypatch):
-    assert chosen_on(monkeypatch, NEW, name, given, "x86_64") is kind
-
-
-def chosen_on(monkeypatch, features, name, given, machine):
-    """The kind of code on a CPU with `features`; `name` and `given` are Numba's settings."""
+def test_registers_are_those_of_the_cpu_that_numba_compiles_for(
+    features, machine, name, given, kind, monkeypatch
+):
+    """`name` and `given` are Numba's settings."""
     has = llvm.FeatureMap(features)
     monkeypatch.setattr(registers.llvm, "get_host_cpu_features", lambda: has)
     monkeypatch.setattr(registers.platform, "machine", lambda: machine)
     monkeypatch.setattr(registers.config, "CPU_NAME", name)
     monkeypatch.setattr(registers.config, "CPU_FEATURES", given)
     monkeypatch.setattr(registers.config, "ENABLE_AVX", True)
-    return registers._host.__wrapped__()
+    assert registers._host.__wrapped__() is kind
 
 
 def test_the_environment_says_what_numba_compiles_for():

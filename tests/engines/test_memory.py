@@ -82,15 +82,7 @@ def test_a_tensor_in_hbm_refuses_to_be_computed_with(machine, use):
         use(machine.hbm.Q, np.ones((3, 3), np.float32))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda t: -t,
-        lambda t: t / 2,
-        lambda t: list(t),
-        float,
-    ],
-)
+@pytest.mark.parametrize("use", [lambda t: -t, lambda t: t / 2, lambda t: list(t), float])
 def test_other_ways_in_are_errors_as_well(machine, use):
     with pytest.raises((MemoryModelError, TypeError)):
         use(machine.hbm.Q)

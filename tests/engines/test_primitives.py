@@ -26,7 +26,7 @@ from flashsim.engines.cpu.primitives.packing import filled
 def take(counter, taken):
     """Note every number taken from a counter, until there are as many as places."""
     while True:
-        number = atomics.fetch_add(counter)
+        number = atomics.fetch_add(counter, 0)
         if number >= len(taken):
             return
         taken[number] += 1

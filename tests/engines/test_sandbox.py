@@ -169,9 +169,9 @@ def test_what_is_public_lets_nothing_by():
             *("ndim", "shape", "size", "sum"),
         }
         assert public(sram) == {
-            *("accumulate", "alloc", "device", "free", "load", "multiply", "name", "peak"),
-            *("positions", "reduce", "rounded", "schedule", "show", "stage", "step", "store"),
-            *("strip", "used", "visit"),
+            *("accumulate", "alloc", "device", "free", "hbm", "load", "multiply", "name", "peak"),
+            *("positions", "problem", "reduce", "rounded", "schedule", "show", "stage", "step"),
+            *("steps", "store", "strip", "used", "visit"),
         }
         assert public(machine) == {
             *("device", "hbm", "keep", "key_tiles", "problem", "row_tiles", "stage", "stages"),

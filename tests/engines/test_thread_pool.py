@@ -30,7 +30,7 @@ SOURCES = threads._SOURCES + Path(__file__).read_text()
 @part
 def _meet(cpu, counter):
     """Comes back when as many threads as ``counter[1]`` have come, or somebody sets it to 0."""
-    fetch_add(counter)
+    fetch_add(counter, 0)
     while load_acquire(counter, 0) < load_acquire(counter, 1):
         pass
 
@@ -38,7 +38,7 @@ def _meet(cpu, counter):
 @part
 def _slow(cpu, counter):
     """Who comes first leaves as soon as another has come, which takes its time."""
-    if fetch_add(counter) > 0:
+    if fetch_add(counter, 0) > 0:
         for _ in range(1_000_000):
             load_acquire(counter, 1)
         counter[2] = 1
@@ -49,7 +49,7 @@ def _slow(cpu, counter):
 @part
 def _huge(cpu, counter):
     """Asks for more memory than there is, but for who comes first."""
-    if fetch_add(counter) > 0:
+    if fetch_add(counter, 0) > 0:
         counter[2] = np.empty(1 << 57, np.int64)[0]
     while load_acquire(counter, 0) < load_acquire(counter, 1):
         pass

@@ -188,70 +188,44 @@ def test_the_delta_kernel_spills_five_registers(dtype, d, stores, tmp_path):
 
 # -- seeded mistakes ----------------------------------------------------------------------------
 
-MISTAKES = {
-    "rescale of O": (
-        [("acc = alpha[:, None] * acc + tl.dot", "acc = acc + tl.dot")],
-        "O is not multiplied by exp(m_old - m_new)",
-        "acc is wrong from row",
-    ),
-    "rescale of l": (
-        [("l = alpha * l + tl.sum(p, 1)", "l = l + tl.sum(p, 1)")],
-        "l is not multiplied by exp(m_old - m_new)",
-        "l is wrong from row",
-    ),
-    "scale": (
-        [("s = tl.dot(q, tl.trans(k)) * scale", "s = tl.dot(q, tl.trans(k))")],
-        "the scores are not multiplied by the scale",
-        "step 1",
-    ),
-    "mask one too few": (
-        [("rows[:, None] >= cols", "rows[:, None] > cols")],
-        "a query does not see its own key",
-        "",
-    ),
-    "mask one too many": (
-        [("rows[:, None] >= cols", "rows[:, None] + 1 >= cols")],
-        "a query also sees the next key",
-        "",
-    ),
-    "no mask": (
-        [("keep = keep & (rows[:, None] >= cols[None, :])", "keep = keep & (rows[:, None] >= 0)")],
-        "there is no causal mask",
-        "",
-    ),
-    "no division": ([("(acc / l[:, None])", "acc")], "O is not divided by l at the end", ""),
-    "base 2": (
-        [("m + tl.log(l), mask", "(m + tl.log(l)) * 1.4426950408889634, mask")],
-        "the LSE is in base 2",
-        "",
-    ),
-    "exp2": (
-        [("tl.exp(s - m_new", "tl.exp2(s - m_new"), ("tl.exp(m - m_new", "tl.exp2(m - m_new")],
-        "exp2 is taken of scores that were not multiplied by log2(e)",
-        "",
-    ),
-    "program times tile": (
-        [("rows, d = i * BLOCK_Q + tl.arange", "rows, d = i + tl.arange")],
-        "the program's index is not multiplied by the tile",
-        "",
-    ),
-    "first head": (
-        [("tl.load(k_ptr + base", "tl.load(k_ptr"), ("tl.load(v_ptr + base", "tl.load(v_ptr")],
-        "all heads read K and V of the first head",
-        "",
-    ),
-}
+
+def forward(folder, *changes, n=96, heads=2, causal=True, check=True):
+    """Trace the example's forward pass with changes of its text."""
+    fa = example("flash_attention", folder, *changes)
+    with watch(check=check) as seen:
+        fa.forward(*draw(*[(heads, n, 16)] * 3), causal, 32, 16)
+    return seen.result()
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_seeded_mistake_is_guessed(name, tmp_path):
-    changes, mistake, step = MISTAKES[name]
-    fa = example("flash_attention", tmp_path, *changes)
-    q, k, v = draw(*[(2, 96, 16)] * 3)
+#: Old and new text, ..., what is said of the mistake, and of the first wrong step.
+MISTAKES = [
+    ("acc = alpha[:, None] * acc + tl.dot", "acc = acc + tl.dot",
+     "O is not multiplied by exp(m_old - m_new)", "acc is wrong from row"),
+    ("l = alpha * l + tl.sum(p, 1)", "l = l + tl.sum(p, 1)",
+     "l is not multiplied by exp(m_old - m_new)", "l is wrong from row"),
+    ("s = tl.dot(q, tl.trans(k)) * scale", "s = tl.dot(q, tl.trans(k))",
+     "the scores are not multiplied by the scale", "step 1"),
+    ("rows[:, None] >= cols", "rows[:, None] > cols", "a query does not see its own key", ""),
+    ("rows[:, None] >= cols", "rows[:, None] + 1 >= cols", "a query also sees the next key", ""),
+    ("keep = keep & (rows[:, None] >= cols[None, :])", "keep = keep & (rows[:, None] >= 0)",
+     "there is no causal mask", ""),
+    ("(acc / l[:, None])", "acc", "O is not divided by l at the end", ""),
+    ("m + tl.log(l), mask", "(m + tl.log(l)) * 1.4426950408889634, mask",
+     "the LSE is in base 2", ""),
+    ("tl.exp(s - m_new", "tl.exp2(s - m_new", "tl.exp(m - m_new", "tl.exp2(m - m_new",
+     "exp2 is taken of scores that were not multiplied by log2(e)", ""),
+    ("rows, d = i * BLOCK_Q + tl.arange", "rows, d = i + tl.arange",
+     "the program's index is not multiplied by the tile", ""),
+    ("tl.load(k_ptr + base", "tl.load(k_ptr", "tl.load(v_ptr + base", "tl.load(v_ptr",
+     "all heads read K and V of the first head", ""),
+]  # fmt: skip
 
-    with watch(check=True) as seen:
-        fa.forward(q, k, v, True, 32, 16)
-    verdict = seen.result().verdict
+
+@pytest.mark.parametrize("case", MISTAKES, ids=lambda case: case[-2])
+def test_a_seeded_mistake_is_guessed(case, tmp_path):
+    *texts, mistake, step = case
+
+    verdict = forward(tmp_path, *zip(texts[::2], texts[1::2], strict=True)).verdict
 
     assert not verdict.right
     assert mistake in verdict.mistake, str(verdict)
@@ -262,15 +236,10 @@ def test_a_seeded_mistake_is_guessed(name, tmp_path):
 
 
 def test_padded_keys_that_are_not_masked(tmp_path):
-    fa = example(
-        "flash_attention", tmp_path, ("keep = cols[None, :] < n", "keep = cols[None, :] >= 0")
-    )
-    q, k, v = draw(*[(1, 90, 16)] * 3)
+    change = "keep = cols[None, :] < n", "keep = cols[None, :] >= 0"
+    mistake = forward(tmp_path, change, n=90, heads=1, causal=False).verdict.mistake
 
-    with watch(check=True) as seen:
-        fa.forward(q, k, v, False, 32, 16)
-
-    assert "the padded keys of the last tile are not masked" in seen.result().verdict.mistake
+    assert "the padded keys of the last tile are not masked" in mistake
 
 
 @pytest.mark.parametrize(
@@ -297,12 +266,8 @@ def test_a_mistake_in_the_backward_pass(change, mistake, tmp_path):
 def test_a_tile_that_is_loaded_twice(tmp_path):
     again = "k = tl.load(k_ptr + base + cols[:, None] * D + d[None, :], mask=inside, other=0.0)"
     change = "        s = tl.dot", f"        {again}\n        s = tl.dot"
-    fa = example("flash_attention", tmp_path, change)
-    q, k, v = draw(*[(1, 96, 16)] * 3)
 
-    with watch(check=True) as seen:
-        fa.forward(q, k, v, True, 32, 16)
-    traced = seen.result()
+    traced = forward(tmp_path, change, heads=1)
 
     row = next(row for row in traced.byte_rows if row.tensor == "K")
     lines = [line_of(tmp_path / "flash_attention.py", again, n) for n in (0, 1)]
@@ -313,14 +278,9 @@ def test_a_tile_that_is_loaded_twice(tmp_path):
 
 
 def test_masked_tiles_that_are_computed(tmp_path):
-    fa = example(
-        "flash_attention", tmp_path, ("tl.minimum((i + 1) * BLOCK_Q, n) if causal else n", "n")
-    )
-    q, k, v = draw(*[(1, 128, 16)] * 3)
+    change = "tl.minimum((i + 1) * BLOCK_Q, n) if causal else n", "n"
 
-    with watch(check=True) as seen:
-        fa.forward(q, k, v, True, 32, 16)
-    traced = seen.result()
+    traced = forward(tmp_path, change, n=128, heads=1)
 
     row = next(row for row in traced.byte_rows if row.tensor == "K")
     assert traced.verdict.right
@@ -330,12 +290,9 @@ def test_masked_tiles_that_are_computed(tmp_path):
 
 def test_a_mask_that_is_missing(tmp_path):
     load = "k = tl.load(k_ptr + base + cols[:, None] * D + d[None, :]"
-    fa = example("flash_attention", tmp_path, (f"{load}, mask=inside, other=0.0)", f"{load})"))
-    q, k, v = draw(*[(2, 90, 16)] * 3)
-
-    with watch() as seen:
-        fa.forward(q, k, v, False, 32, 16)
-    kinds = {one.kind: one for one in seen.result().findings}
+    change = f"{load}, mask=inside, other=0.0)", f"{load})"
+    traced = forward(tmp_path, change, n=90, causal=False, check=False)
+    kinds = {one.kind: one for one in traced.findings}
 
     line = line_of(tmp_path / "flash_attention.py", f"{load})")
     assert kinds["outside"].line == kinds["next head"].line == line
@@ -344,12 +301,9 @@ def test_a_mask_that_is_missing(tmp_path):
 
 
 def test_two_programs_store_one_row_of_lse(tmp_path):
-    fa = example("flash_attention", tmp_path, ("lse_ptr + head * n + rows, m", "lse_ptr + rows, m"))
-    q, k, v = draw(*[(2, 64, 16)] * 3)
-
-    with watch() as seen:
-        fa.forward(q, k, v, False, 32, 16)
-    kinds = {one.kind: one for one in seen.result().findings}
+    change = "lse_ptr + head * n + rows, m", "lse_ptr + rows, m"
+    traced = forward(tmp_path, change, n=64, causal=False, check=False)
+    kinds = {one.kind: one for one in traced.findings}
 
     assert kinds["two stores"].tensor == kinds["never stored"].tensor == "L"
 
@@ -626,30 +580,32 @@ def test_triton_is_left_as_it_was(call):
     assert [key for key in changed if before[key] != after[key]] == []
 
 
+X = np.zeros(64, np.float32)
+NOT_A_GRID = OptionError, "the grid of add must be a tuple of one to three positive"
+REFUSED = [
+    (cases.from_a_number, (1,), (X,), MemoryModelError,
+     r"line \d+, .*32 of 32 pointers point to no tensor"),
+    (cases.add, (1,), ([1, 2], X, X, 64), DTypeError, r"x_ptr is \[1, 2\], which is not an array"),
+    (cases.add, (1,), (X.astype(np.complex64), X, X, 64), DTypeError, "x_ptr has elements of"),
+    (cases.add, (1,), (X[::-1], X, X, 64), DTypeError, "x_ptr has strides of"),
+    (cases.add, (1,), (X, X, X), OptionError, "add cannot be launched with these .*missing"),
+    *((cases.add, grid, (X, X, X, 64), *NOT_A_GRID)
+      for grid in ((), (1, 1, 1, 1), (0,), (1.5,), "ab")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "grid", "given", "error", "said"), REFUSED)
+def test_arguments_that_are_refused(kernel, grid, given, error, said):
+    with pytest.raises(error, match=said):
+        trace(kernel, grid, *given, BLOCK=32)
+
+
 def test_errors_name_line_program_and_remedy():
-    x, y, z = *draw(64, 64), np.zeros(64, np.float32)
     line = line_of(cases.__file__, "tl.inline_asm")
     with pytest.raises(
         UnsupportedError, match=rf"fails, program \(0,\), line {line}, .*interpreter"
     ):
         call_fails()
-    with pytest.raises(MemoryModelError, match=r"line \d+, .*32 of 32 pointers point to no tensor"):
-        trace(cases.from_a_number, (1,), x, BLOCK=32)
-    with pytest.raises(DTypeError, match=r"x_ptr is \[1, 2\], which is not an array"):
-        trace(cases.add, (1,), [1, 2], y, z, 64, BLOCK=64)
-    with pytest.raises(DTypeError, match="x_ptr has elements of dtype"):
-        trace(cases.add, (1,), x.astype(np.complex64), y, z, 64, BLOCK=64)
-    with pytest.raises(DTypeError, match="x_ptr has strides of"):
-        trace(cases.add, (1,), x[::-1], y, z, 64, BLOCK=64)
-    with pytest.raises(
-        OptionError, match=r"add cannot be launched with these arguments: .*missing"
-    ):
-        trace(cases.add, (1,), x, y, z, BLOCK=64)
-    for grid in ((), (1, 1, 1, 1), (0,), (1.5,), "ab"):
-        with pytest.raises(
-            OptionError, match=r"the grid of add must be a tuple of one to three positive"
-        ):
-            trace(cases.add, grid, x, y, z, 64, BLOCK=64)
     with pytest.raises(DTypeError, match="trace takes a kernel"):
         trace(print, (1,))
     with watch() as seen:

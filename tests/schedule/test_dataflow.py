@@ -25,10 +25,7 @@ PROBLEMS = {
     "bias and softcap": ({"dtype": "float16", "bias": (1, 2)}, {"softcap": 4.0}),
     "FP8, a scale a head": (
         {"heads": 4, "kv_heads": 2, "dtype": "float8_e4m3fn"},
-        {
-            "causal": True,
-            "scales": [np.ones((1, heads), np.float32) for heads in (4, 2, 2)],
-        },
+        {"causal": True, "scales": [np.ones((1, heads), np.float32) for heads in (4, 2, 2)]},
     ),
     "packed, descending": (
         {},

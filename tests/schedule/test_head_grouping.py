@@ -12,7 +12,7 @@ from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.counts.traffic import Traffic
-from flashsim.l2.launch import Launch
+from flashsim.l2.launch import L2Launch
 from flashsim.schedule import plans
 from flashsim.schedule.head_grouping import clump_size
 from flashsim.studies.predict import predict
@@ -109,7 +109,7 @@ def test_kernels_and_the_l2_model_have_one_order(family, causal):
         model = l2.L2Model(launch="grouped", heads_in_group=one.clump if equal else None)
         direction = "forward" if one.stage.name == "forward" else "backward"
         traffic = Traffic(p, tables.schedule.tiling, "flash2", direction, device)
-        walks, tiles = Launch(model, traffic, one.stage).order(visits)
+        walks, tiles = L2Launch(model, traffic, one.stage).order(visits)
         items = one.walks * tables.tiles
         expected = [item(one, number) for number in range(items)]
         assert list(zip(walks.tolist(), tiles.tolist(), strict=True)) == expected

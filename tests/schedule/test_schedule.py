@@ -43,10 +43,7 @@ def offsets(draw, n, sequences):
 def problems(draw, *, banded=None):
     n_q, n_kv = draw(st.integers(1, 40)), draw(st.integers(1, 40))
     side = st.integers(-1, 45)
-    options = {
-        "causal": draw(st.booleans()),
-        "window": draw(st.none() | st.tuples(side, side)),
-    }
+    options = {"causal": draw(st.booleans()), "window": draw(st.none() | st.tuples(side, side))}
     longest_q, longest_k = n_q, n_kv
     if draw(st.booleans()):
         sequences = draw(st.integers(1, 4))  # empty ones included: cuts may coincide

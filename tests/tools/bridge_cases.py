@@ -11,3 +11,22 @@ CASES = {
     "bias": ({"bias": (1, 2)}, {"causal": True}),
     "bias a batch entry": ({"bias": (2, 1)}, {}),
 }
+
+
+def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=None):
+    """Attention in torch's own operators; one batch entry, or several of equal lengths.
+
+    A row without keys is zeros.
+    """
+    import torch
+
+    group = q.shape[-3] // k.shape[-3]
+    k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = s if bias is None else s + bias
+    n_q, n_kv = s.shape[-2:]
+    offset = torch.arange(n_kv) - (torch.arange(n_q)[:, None] + n_kv - n_q)
+    left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
+    kept = (offset >= -left) & (offset <= (0 if causal else right))
+    return torch.softmax(s.masked_fill(~kept, float("-inf")), dim=-1).nan_to_num() @ v

@@ -130,6 +130,12 @@ CASES: dict[str, Callable[[int], Any]] = {
 }
 
 
+def named(name: str) -> Callable[[int], Any]:
+    """Return the case of an architecture, such as "Llama"."""
+    (case,) = (case for case in CASES if case.startswith(f"{name}:"))
+    return CASES[case]
+
+
 def made(case: str, n: int, *, padding: bool = False) -> Any:
     """Return a case's model, whose attention is far from uniform, its inputs, and its reference.
 

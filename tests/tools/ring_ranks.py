@@ -88,6 +88,19 @@ def refusals(rank):
     }
 
 
+def die_in_a_pass():
+    """Let this process end in the middle of its next pass."""
+    calls, run = [], execution.run
+
+    def dying(*args, **how):
+        calls.append(1)
+        if len(calls) == 2:
+            os._exit(3)
+        return run(*args, **how)
+
+    execution.run = dying
+
+
 def silence(rank, group):
     """Let rank 3 stay away until the others have given it up."""
     if rank == 3:
@@ -100,15 +113,7 @@ def silence(rank, group):
 def death(rank, group):
     """Let rank 3 die in a pass; a rank that had all it needed gets the error in the next pass."""
     if rank == 3:
-        calls, run = [], execution.run
-
-        def dying(*args, **how):
-            calls.append(1)
-            if len(calls) == 2:
-                os._exit(3)
-            return run(*args, **how)
-
-        execution.run = dying
+        die_in_a_pass()
     x = torch.zeros(1, HEADS, 8, D)
 
     def twice():

@@ -271,13 +271,7 @@ def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
         other = {"block_q": "block_k", "block_k": "block_q"}[x]
         words[other] = f"{other} = {{}}"
     # Values that are not mentioned.
-    defaults = {
-        "batch": 1,
-        "heads": "1 head",
-        "causal": False,
-        "window": None,
-        "direction": "forward",
-    }
+    usual = {"batch": 1, "heads": "1 head", "causal": False, "window": None, "direction": "forward"}
     distinct = {key: {row[key] for row in rows} for key in words if key in rows[0] and key != x}
     distinct["heads"] = {heads(row["heads"], row["kv_heads"]) for row in rows}
     return ", ".join(
@@ -285,7 +279,7 @@ def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
         for key, values in distinct.items()
         if len(values) == 1
         for value in values
-        if value != defaults.get(key)
+        if value != usual.get(key)
     )
 
 

@@ -43,8 +43,7 @@ def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
     checks.one_of("theme", theme, ("auto", *THEMES))
     data = {**payload(), "theme": theme, "themes": _themes()}
     result = Page(
-        assembled("flashsim.viz.laboratory", "lab", _SCRIPTS, data, "Tile lab"),
-        height=1000,
+        assembled("flashsim.viz.laboratory", "lab", _SCRIPTS, data, "Tile lab"), height=1000
     )
     if path is not None:
         result.save(path)

@@ -238,11 +238,7 @@ def embedded_json(value: Any) -> str:
 
 
 def assembled(
-    package: str,
-    name: str,
-    scripts: Sequence[str],
-    data: Mapping[str, Any],
-    title: str,
+    package: str, name: str, scripts: Sequence[str], data: Mapping[str, Any], title: str
 ) -> str:
     """Return the text of one HTML file that holds a page's template, style, scripts and data."""
     read = lambda file, room=package: files(room).joinpath(file).read_text("utf-8")  # noqa: E731

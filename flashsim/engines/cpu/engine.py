@@ -46,12 +46,7 @@ KERNELS = {
 }
 #: Results that a stage checks for NaN and infinity as it writes them, if they have 32 or 64 bits.
 #: 16-bit results are checked only by the forward kernel for pairs and the kernel for one query.
-LOOKED_AT = {
-    "forward": ("out",),
-    "dq": ("dq",),
-    "dkdv": ("dk", "dv"),
-    "fused": ("dq", "dk", "dv"),
-}
+LOOKED_AT = {"forward": ("out",), "dq": ("dq",), "dkdv": ("dk", "dv"), "fused": ("dq", "dk", "dv")}
 ROUNDING = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
@@ -307,8 +302,8 @@ class _CpuPass:
         if not odd:
             self.finite.update(LOOKED_AT.get(name, ()))
         if self.job.trace:
-            shape = stage.loops, p.batch * p.heads // stage.loops, stage.visits
-            visits = notes.visits.reshape(shape)
+            members = p.batch * p.heads // stage.loops
+            visits = notes.visits.reshape(stage.loops, members, stage.visits)
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
     def _stage(self, name: str, decode: bool) -> _Stage:
@@ -320,7 +315,9 @@ class _CpuPass:
         schedule, by_row = self.schedule(stage), stage.outer == "queries"
         ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
         loops = p.batch * (p.heads if by_row else p.kv_heads)
-        long = self._work(schedule, len(inner)) > threads.LONG
+        tile = schedule.tiling.clip(p)
+        scores = p.batch * p.heads * len(inner) * tile.block_q * tile.block_k
+        long = scores * (p.head_dim + p.head_dim_v) > threads.LONG  # multiply-adds, about
         numbers = _Stage(schedule, loops, len(ptr) - 1, len(inner), long)
         if p.banded:
             parts = tuple(self._tables(schedule, name, decode))
@@ -329,12 +326,6 @@ class _CpuPass:
 
     def _tables(self, schedule: Schedule, name: str, decode: bool) -> Iterable[tables.Tiles]:
         return work_tiles.tiles(schedule, name, self.threads, self.cpu.width, one_query=decode)
-
-    def _work(self, schedule: Schedule, visits: int) -> int:
-        """Return an estimate of the number of multiply-adds in one stage, over all heads."""
-        p, tile = self.job.problem, schedule.tiling.clip(self.job.problem)
-        scores = visits * tile.block_q * tile.block_k
-        return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
         """Record the trace, if requested, of a stage that NumPy computes on entire arrays."""
@@ -345,9 +336,8 @@ class _CpuPass:
         heights = (schedule.rows[:, 1] - schedule.rows[:, 0]).astype(np.int64)
         self._trace(stage, schedule, heights[None], np.zeros((1, 1, 0), np.int64))
 
-    def _trace(self, stage, schedule, steps, visits) -> None:
-        job = self.job
-        self.stages.append(stage_trace(stage, schedule, job.device, steps, visits))
+    def _trace(self, stage: plans.Stage, schedule: Schedule, *notes: np.ndarray) -> None:
+        self.stages.append(stage_trace(stage, schedule, self.job.device, *notes))
 
     def outcome(self, arrays: dict[str, Any], saved: dict[str, Any] | None = None) -> Outcome:
         """Return the `Outcome` of the pass, with a trace if the job requests one."""

@@ -6,11 +6,7 @@ from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.functions import SCORE
 from flashsim.engines.cpu.kernels_decode import padded as whole_lines
 from flashsim.engines.cpu.kernels_forward import next_inner, next_work_tile, stopped
-from flashsim.engines.cpu.micro_kernels.plain import (
-    dots,
-    grad_scores_by_lane,
-    grad_scores_by_row,
-)
+from flashsim.engines.cpu.micro_kernels.plain import dots, grad_scores_by_lane, grad_scores_by_row
 from flashsim.engines.cpu.operands import (
     add_dq,
     add_product,
@@ -110,8 +106,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                 if fused:
                     to = rest(K_rows, (j - begin) * k_terms * padded)
                     right_of_columns(
-                        *(cpu, to, padded, inputs.k, k0, n, d),
-                        *(rules.scale, rows, rounding),
+                        *(cpu, to, padded, inputs.k, k0, n, d), *(rules.scale, rows, rounding)
                     )
             fill(dK, dtype.type(0))
             fill(dV, dtype.type(0))
@@ -247,8 +242,7 @@ def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, co
     to = (h * shape.n_q + tiles.other[i, 0]) * padded
     is_last = tiles.turn[at] == -1
     add_dq(
-        *(cpu, grads.dq, to, padded, dS, ld, part_dq, K, k0, rows, n),
-        *(scales, is_last, counter),
+        *(cpu, grads.dq, to, padded, dS, ld, part_dq, K, k0, rows, n), *(scales, is_last, counter)
     )
     store_release(turns, turn, tiles.turn[at] + 1)
 

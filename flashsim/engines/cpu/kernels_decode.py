@@ -25,14 +25,7 @@ from flashsim.engines.cpu.primitives.arrays import panel_array
 from flashsim.engines.cpu.primitives.atomics import arrive, fetch_add
 from flashsim.engines.cpu.primitives.borrowed_args import borrow
 from flashsim.engines.cpu.primitives.inline_jit import part
-from flashsim.engines.cpu.primitives.packing import (
-    SIDE,
-    copy_rows,
-    fill,
-    look,
-    room_for,
-    widened,
-)
+from flashsim.engines.cpu.primitives.packing import SIDE, copy_rows, fill, look, room_for, widened
 from flashsim.engines.cpu.scores import Place, finish_scores, visible_rows
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.schedule.schedule import MASKED
@@ -81,7 +74,7 @@ def take_parts(cpu, arrays, parts, shape, tiles, rules, notes, counter, own):
     begin, visits = tiles.ptr[0], tiles.ptr[1] - tiles.ptr[0]
     begin_tiles(cpu, Q)
     while True:
-        work_tile = fetch_add(counter)
+        work_tile = fetch_add(counter, 0)
         if work_tile >= arrived.size * n or stopped(counter):
             break
         loop, number = work_tile // n, work_tile % n

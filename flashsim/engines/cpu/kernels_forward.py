@@ -75,8 +75,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     key0, n = kv + tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
                     of_k = operands.left_of_rows(cpu, K, first, k, key0 * d, n, d, rounding)
                     of_v = operands.left_of_columns(
-                        *(cpu, V, first, slots * k_terms, k_terms, v, key0 * dv, n, dv),
-                        rounding,
+                        *(cpu, V, first, slots * k_terms, k_terms, v, key0 * dv, n, dv), rounding
                     )
                 for i in range(begin, end):
                     x, visits = (i - begin) * lanes, (at[i - begin], then[i - begin])
@@ -164,7 +163,7 @@ def next_work_tile(tiles, counter):
     `tiles.sets`. An empty range of outer tiles means that no work is left, or that the call was
     interrupted.
     """
-    n_sets, number = tiles.set_ptr.size - 1, fetch_add(counter)
+    n_sets, number = tiles.set_ptr.size - 1, fetch_add(counter, 0)
     if number >= len(tiles.runs) * n_sets or stopped(counter):
         return 0, 0, 0, 0
     run, s = number // n_sets, number % n_sets

@@ -57,6 +57,12 @@ class Scopes:
         with self._scope((member, *tile, -1), computes=True):
             yield
 
+    def steps(self) -> Iterator[tuple[int, slice]]:
+        """Yield each row tile's number and rows inside its step: a Q-outer loop."""
+        for i in range(self._schedule.t_r):
+            with self.step(i):
+                yield i, self._schedule.row_slice(i)
+
     @taped_scope("strip")
     @contextmanager
     def strip(self) -> Iterator[None]:

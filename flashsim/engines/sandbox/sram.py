@@ -36,6 +36,8 @@ class OpenSram(Scopes):
 
     Attributes
     ----------
+    hbm, problem : OpenHbm, Problem
+        Those of the machine.
     schedule : Schedule
         The stage's tiles, if the algorithm needs them: `schedule.visits(i)`, `schedule.t_r`.
     used, peak : int
@@ -55,6 +57,8 @@ class OpenSram(Scopes):
         self._events: list[tuple[int, ...]] = []
 
     # Read-only properties: `sram.device = larger` is an error.
+    hbm = property(lambda self: self._hbm)
+    problem = property(lambda self: self._schedule.problem)
     schedule = property(lambda self: self._schedule)
     stage = property(lambda self: self._stage)
     device = property(lambda self: self._device)

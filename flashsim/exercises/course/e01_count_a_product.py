@@ -9,10 +9,8 @@ Fill in ANSWERS. All answers are integers: numbers of bytes or FLOPs. One multip
 two FLOPs.
 """
 
-from flashsim.exercises.exercise import Exercise, Question, Task
+from flashsim.exercises.exercise import Exercise, Problem, Question, Task, Tiling
 from flashsim.exercises.references import scores
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

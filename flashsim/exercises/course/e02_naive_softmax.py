@@ -7,10 +7,8 @@ use this formula directly. Load S once, store P once.
 
 import numpy as np
 
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import moves, softmax, softmax_slips
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

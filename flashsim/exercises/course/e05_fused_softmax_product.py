@@ -7,10 +7,8 @@ grows, rescale both O and l. Load each score of S only once.
 
 import numpy as np
 
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import loop_slips, moves, output_terms, softmax_product
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

@@ -10,11 +10,9 @@ scale · Q Kᵀ on chip. Store O.
 import numpy as np
 
 from flashsim.api.counting import count
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import SLIPS, attention, loop_slips, output_terms, with_problem
-from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

@@ -11,10 +11,8 @@ Store O (divided by l, as in the paper), l and m.
 import numpy as np
 
 from flashsim.api.counting import count
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import SLIPS, attention, output_terms
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

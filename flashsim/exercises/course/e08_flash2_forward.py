@@ -8,10 +8,8 @@ once, at the end. Store O and L = m + log l.
 import numpy as np
 
 from flashsim.api.counting import count
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import LSE_SLIPS, SLIPS, attention, loop_slips, output_terms
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

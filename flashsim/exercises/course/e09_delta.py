@@ -5,10 +5,8 @@ P V, this equals Σ_x dO_ix O_ix, a sum over head_dim. So computing delta does n
 and dO once, and store delta.
 """
 
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import delta, moves, scaled
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

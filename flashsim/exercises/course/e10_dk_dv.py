@@ -10,7 +10,7 @@ A step owns a tile of keys, keeps dK and dV on chip, and loads Q, dO, L and delt
 
 import numpy as np
 
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import (
     BACKWARD_SLIPS,
     gradient_terms,
@@ -18,8 +18,6 @@ from flashsim.exercises.references import (
     scaled,
     stage_bytes,
 )
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

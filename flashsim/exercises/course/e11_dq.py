@@ -9,7 +9,7 @@ queries, and loads their Q, dO, L and delta once.
 
 import numpy as np
 
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import (
     BACKWARD_SLIPS,
     gradient_terms,
@@ -17,8 +17,6 @@ from flashsim.exercises.references import (
     scaled,
     stage_bytes,
 )
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

@@ -10,10 +10,8 @@ Store O. For each tile of query rows, load K and V once for all four heads.
 
 import numpy as np
 
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import SLIPS, attention, loop_slips, moves, output_terms
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

@@ -12,12 +12,10 @@ computes attention over 24 keys, and stores a partial O and LSE in a workspace. 
 
 import numpy as np
 
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import LSE_SLIPS, SLIPS, attention, output_terms
-from flashsim.problem.problem import Problem
 from flashsim.schedule.names import CODES, COMPUTE, LOAD
 from flashsim.schedule.tensors import whole_bytes
-from flashsim.schedule.tiling import Tiling
 
 PARTS = 4
 

@@ -15,11 +15,9 @@ less than 97,920 B. docs/reference/model.md has the proof, and `flashsim exercis
 import numpy as np
 
 from flashsim.counts import bounds
-from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.exercise import Exercise, Problem, Task, Tiling
 from flashsim.exercises.references import SLIPS, attention, loop_slips, output_terms
-from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import whole_bytes
-from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):

@@ -7,10 +7,8 @@ and stores only O, so it needs a running maximum and a running sum. The sizes d1
 be multiples of the tile sizes; d3 is a power of two.
 """
 
-from flashsim.exercises.exercise import Task
+from flashsim.exercises.exercise import Problem, Task, Tiling
 from flashsim.exercises.kernel_exercise import KernelExercise
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 REFERENCE = """
 import numpy as np

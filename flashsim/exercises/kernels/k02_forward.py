@@ -7,10 +7,8 @@ tile of Q once, loops over K and V in tiles, and divides by l once, at the end. 
 not be a multiple of the tile size; d is a power of two.
 """
 
-from flashsim.exercises.exercise import Task
+from flashsim.exercises.exercise import Problem, Task, Tiling
 from flashsim.exercises.kernel_exercise import KernelExercise
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 REFERENCE = """
 import numpy as np

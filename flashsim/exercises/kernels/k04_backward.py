@@ -7,10 +7,8 @@ each program has a tile of queries, loops over the keys, and stores dQ. Use no a
 operations. The second and third kernels skip tiles that the causal mask removes entirely.
 """
 
-from flashsim.exercises.exercise import Task
+from flashsim.exercises.exercise import Problem, Task, Tiling
 from flashsim.exercises.kernel_exercise import KernelExercise
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 REFERENCE = """
 import numpy as np

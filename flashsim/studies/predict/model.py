@@ -141,7 +141,7 @@ def predict(
     if pack_gqa is not None:
         pack_gqa = checks.flag("pack_gqa", pack_gqa)
     if decode is not None:
-        fields = {} if splits == "auto" else {"splits": splits}
+        fields: dict[str, Any] = {} if splits == "auto" else {"splits": splits}
         fields |= {} if pack_gqa is None else {"pack_gqa": pack_gqa}
         fields = counted_fields(problem, with_fields(fields, decode, [algorithm]))
         splits, pack_gqa = fields.pop("splits", "auto"), fields.pop("pack_gqa", None)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import model_cases  # noqa: E402
-from model_cases import CASES, SMALL, TEXT, WORDS, check  # noqa: E402
+from model_cases import CASES, SMALL, TEXT, WORDS, check, named  # noqa: E402
 
 import flashsim.torch  # noqa: E402
 from flashsim.errors import UnsupportedError  # noqa: E402
@@ -31,10 +31,9 @@ def installed():
 
 def of_case(name, n=N):
     """What makes the model of a case."""
-    (case,) = (case for case in CASES if case.startswith(f"{name}:"))
 
     def make():
-        return CASES[case](n)[0]
+        return named(name)(n)[0]
 
     make.__name__ = name
     return make

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridge_cases import CASES, CUTS  # noqa: E402
+from bridge_cases import CASES, CUTS, plain  # noqa: E402
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 
 import flashsim  # noqa: E402
@@ -36,20 +36,6 @@ def tensors(*, batch=2, heads=2, kv_heads=2, n_q=7, n_kv=9, d=4, dv=3, bias=None
 
 def call(q, k, v, bias=None, **question):
     return attention(q, k, v, bias=bias, **{"backend": "simulator", **question})
-
-
-def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=None):
-    """Attention in torch's own operators; one batch entry, or several of equal lengths."""
-    group = q.shape[-3] // k.shape[-3]
-    k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
-    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = s if bias is None else s + bias
-    n_q, n_kv = s.shape[-2:]
-    offset = torch.arange(n_kv) - (torch.arange(n_q)[:, None] + n_kv - n_q)
-    left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
-    kept = (offset >= -left) & (offset <= (0 if causal else right))
-    return torch.softmax(s.masked_fill(~kept, float("-inf")), dim=-1) @ v
 
 
 def close_to_each(mapped, singles):
@@ -371,11 +357,7 @@ def test_sinks_of_bfloat16_that_autocast_left_alone():
     ("sinks", "error", "text"),
     [
         ([0.0, 0.0], DTypeError, "sinks must be a torch.Tensor"),
-        (
-            torch.zeros(3),
-            ShapeError,
-            r"of shape \(2,\), got float32 of shape \(3,\)",
-        ),
+        (torch.zeros(3), ShapeError, r"of shape \(2,\), got float32 of shape \(3,\)"),
         (torch.zeros(2, dtype=torch.int64), ShapeError, "got int64"),
         (torch.zeros(2, device="meta"), DTypeError, "on q's device cpu, got meta"),
     ],

@@ -211,14 +211,18 @@ def test_masks_on_cuda_through_the_kernels_that_take_them(calls, kernel, mask):
     assert calls == ["run", "run", "backward"] if kernel == "efficient" else ["run", "backward"]
 
 
-def test_a_call_without_a_mask_goes_to_torchs_own_kernel():
+def test_a_call_without_a_mask_goes_to_torchs_own_kernel(monkeypatch):
     class Own:
         @staticmethod
         def call_boxed(keyset, *args, **options):
             return "own", keyset, args, options
 
+    monkeypatch.setattr(torch.library, "get_kernel", lambda name, device: Own)
+    for name, function in sdpa_override._masked_on_cuda().items():
+        schema = getattr(torch.ops.aten, name).default._schema.arguments
+        args = tuple(None if x.name == "attn_bias" else 0 for x in schema)
+        assert function("keys", *args, scale=3) == ("own", "keys", args, {"scale": 3})
     function = sdpa_override._if_masked(lambda *args, **options: "ours", 2, Own)
-    assert function("keys", 1, 2, None, scale=3) == ("own", "keys", (1, 2, None), {"scale": 3})
     assert function("keys", 1, 2, 0, scale=3) == "ours"
 
 

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from model_cases import TEXT, named  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import flashsim.torch  # noqa: E402
@@ -17,86 +18,42 @@ from flashsim.torch import watch  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
-
 
 def llama(**options):
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **{**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, **options}
-        )
-    )
-
-
-def mistral():
-    return transformers.MistralForCausalLM(
-        transformers.MistralConfig(
-            **SMALL, num_attention_heads=4, num_key_value_heads=2, sliding_window=5
-        )
-    )
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)
-    )
-
-
-def vit():
-    del (options := dict(SMALL))["vocab_size"]
-    return transformers.ViTModel(
-        transformers.ViTConfig(**options, num_attention_heads=4, image_size=16, patch_size=4)
-    )
-
-
-def whisper():
-    sides = {
-        f"{side}_{what}": n
-        for side in ("encoder", "decoder")
-        for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))
-    }
-    return transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(
-            **sides, d_model=32, vocab_size=64, max_source_positions=20, num_mel_bins=8,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        )
-    )  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TEXT, **options}))
 
 
 TOKENS = {"input_ids": torch.arange(18).reshape(2, 9) + 3}
 CAUSAL = ("causal", 9, 9)
+#: Cases of `model_cases`, numbers of tokens, and each layer's mask, queries and keys.
 MODELS = {
-    llama: (TOKENS, {f"model.layers.{n}.self_attn": CAUSAL for n in (0, 1)}),
-    mistral: (
-        TOKENS,
-        {f"model.layers.{n}.self_attn": ("causal, window 4:0", 9, 9) for n in (0, 1)},
+    "Llama": (9, {f"model.layers.{n}.self_attn": CAUSAL for n in (0, 1)}),
+    "Mistral": (
+        9, {f"model.layers.{n}.self_attn": ("causal, window 4:0", 9, 9) for n in (0, 1)},
     ),
-    gpt2: (TOKENS, {f"transformer.h.{n}.attn": CAUSAL for n in (0, 1)}),
-    vit: (
-        {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)},
-        {f"layers.{n}.attention": ("dense", 17, 17) for n in (0, 1)},
-    ),
-    whisper: (
-        {
-            "input_features": torch.linspace(-1, 1, 2 * 8 * 40).reshape(2, 8, 40),
-            "decoder_input_ids": TOKENS["input_ids"],
-        },
-        {
-            "model.encoder.layers.0.self_attn": ("dense", 20, 20),
-            "model.decoder.layers.0.self_attn": CAUSAL,
-            "model.decoder.layers.0.encoder_attn": ("dense", 9, 20),
-        },
-    ),
-}
+    "GPT-2": (9, {f"transformer.h.{n}.attn": CAUSAL for n in (0, 1)}),
+    "ViT": (9, {f"vit.layers.{n}.attention": ("dense", 17, 17) for n in (0, 1)}),
+    "Whisper": (20, {
+        f"model.{layer}": shape
+        for n in (0, 1)
+        for layer, shape in (
+            (f"encoder.layers.{n}.self_attn", ("dense", 20, 20)),
+            (f"decoder.layers.{n}.self_attn", CAUSAL),
+            (f"decoder.layers.{n}.encoder_attn", ("dense", 9, 20)),
+        )
+    }),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("build", MODELS)
-def test_every_layer_is_seen_and_nothing_changes(build, implementation):
-    inputs, expected = MODELS[build]
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_is_seen_and_nothing_changes(name, implementation):
+    n, expected = MODELS[name]
     torch.manual_seed(0)
-    model = build().eval()
-    model.set_attn_implementation(implementation)
+    model, inputs = named(name)(n)
+    if name == "Whisper":  # fewer queries than keys
+        inputs["decoder_input_ids"] = inputs["decoder_input_ids"][:, :9]
+    model.eval().set_attn_implementation(implementation)
     want = model(**inputs)[0]
     want.sum().backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -17,9 +17,7 @@ SIDE = 16
 #: two of B.
 BLOCK = 2
 #: The data that LDTILECFG reads: palette 1, then bytes per row and rows of each of the eight tiles.
-CONFIG = bytes(
-    [1, *[0] * 15, *[4 * SIDE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8],
-)
+CONFIG = bytes([1, *[0] * 15, *[4 * SIDE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8])
 #: What the names of LLVM's AMX intrinsics begin with.
 INTRINSICS = "llvm.x86."
 

@@ -151,13 +151,6 @@ def _squares(code: PairCode, down, across, fetch: Callable, put: Callable) -> No
     code.loop(down, [], row, by=code.lanes)
 
 
-def _load16(code: PairCode, address):
-    """Emit code that loads 16-bit numbers, each widened to a 32-bit lane."""
-    kind = ir.VectorType(ir.IntType(16), code.lanes)
-    value = code.b.load(code.b.bitcast(address, kind.as_pointer()), align=2)
-    return code.b.zext(value, code.ints(0).type)
-
-
 def _at16(code: PairCode, base, *offsets):
     """Return the address `base` plus offsets that count 16-bit numbers."""
     return code.at(code.b.bitcast(base, ir.IntType(16).as_pointer()), *offsets)
@@ -166,12 +159,14 @@ def _at16(code: PairCode, base, *offsets):
 @pair_builder("pipiii")
 def build_transpose_columns(code: PairCode, out, row, X, d, pairs, columns) -> None:
     """Write the vector code of `operations.transpose_columns`."""
-    b = code.b
+    b, halves = code.b, ir.VectorType(ir.IntType(16), code.lanes)
 
     def fetch(y, x, r: int):
         """Emit a load of rows 2 (y + r) and 2 (y + r) + 1 of X, from column x on, as pairs."""
         start = b.mul(code.times(code.plus(y, r), 2), d)
-        low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
+        places = (_at16(code, X, start, x, *more) for more in ((), (d,)))
+        values = (b.load(b.bitcast(at, halves.as_pointer()), align=2) for at in places)
+        low, high = (b.zext(value, code.ints(0).type) for value in values)
         return b.bitcast(b.or_(low, b.shl(high, code.ints(16))), code.vector)
 
     def put(y, x, r: int, value) -> None:

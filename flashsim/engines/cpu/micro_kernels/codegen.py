@@ -21,8 +21,7 @@ AHEAD = 12
 def _product(args: str) -> Callable:
     """Return a `builder` of matrix products; mode "rescale" adds one argument."""
     return builder(
-        lambda mode, **_: args + "p" * (mode == "rescale"),
-        lambda block, writer=Code, **_: writer,
+        lambda mode, **_: args + "p" * (mode == "rescale"), lambda block, writer=Code, **_: writer
     )
 
 

@@ -10,12 +10,7 @@ from llvmlite import ir
 
 from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE, build_tiles
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16
-from flashsim.engines.cpu.micro_kernels.kv_stream import (
-    HEADS,
-    Stretch,
-    in_blocks,
-    lanes_below,
-)
+from flashsim.engines.cpu.micro_kernels.kv_stream import HEADS, Stretch, in_blocks, lanes_below
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode, pair_builder
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE
 

@@ -139,17 +139,13 @@ def without(micro_kernel: str) -> str | None:
     An instruction that the CPU lacks would crash the process. So the function checks both the CPU's
     features and those that Numba may use (NUMBA_CPU_FEATURES).
     """
-    lacks = _lacks(micro_kernel)
+    lacks = lacking(PAIRED[micro_kernel][1])
     if lacks:
         return f"the CPU, or the CPU for which Numba compiles, lacks {', '.join(lacks)}"
     return amx.refusal(os.getpid()) if PAIRED[micro_kernel][0] is Amx else None
 
 
 @cache
-def _lacks(micro_kernel: str) -> list[str]:
-    return lacking(PAIRED[micro_kernel][1])
-
-
 def lacking(features: tuple[str, ...]) -> list[str]:
     """Return those of `features` that the CPU lacks or Numba does not let LLVM use."""
     has, allowed = llvm.get_host_cpu_features(), _given()

@@ -15,30 +15,21 @@ def _address(context, builder, kind, array, index):
     return builder.gep(data, [index])
 
 
-@intrinsic
-def fetch_add(context, counter):
-    """Add 1 to ``counter[0]`` atomically, and return the old value."""
+def _add(ordering):
+    """Return an intrinsic that adds 1 to ``array[index]`` atomically, and returns the old value."""
 
-    def codegen(context, builder, signature, args):
-        zero = ir.Constant(INT, 0)
-        address = _address(context, builder, signature.args[0], args[0], zero)
-        return builder.atomic_rmw("add", address, ir.Constant(INT, 1), "monotonic")
+    def typing(context, array, index):
+        def codegen(context, builder, signature, args):
+            address = _address(context, builder, signature.args[0], *args)
+            return builder.atomic_rmw("add", address, ir.Constant(INT, 1), ordering)
 
-    return types.int64(counter), codegen
+        return types.int64(array, types.int64), codegen
+
+    return intrinsic(typing)
 
 
-@intrinsic
-def arrive(context, array, index):
-    """Add 1 to ``array[index]`` atomically, and return the old value.
-
-    A call makes visible all data that other threads wrote before their earlier calls of `arrive`.
-    """
-
-    def codegen(context, builder, signature, args):
-        address = _address(context, builder, signature.args[0], *args)
-        return builder.atomic_rmw("add", address, ir.Constant(INT, 1), "acq_rel")
-
-    return types.int64(array, types.int64), codegen
+#: `arrive` makes visible all data that other threads wrote before their earlier calls of `arrive`.
+fetch_add, arrive = _add("monotonic"), _add("acq_rel")
 
 
 @intrinsic

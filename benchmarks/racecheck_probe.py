@@ -1,7 +1,7 @@
 """Show what compute-sanitizer's racecheck reports as a race, for a kernel of a few lines.
 
-    python tests/tools/racecheck_probe.py          # all cases, each under racecheck
-    python tests/tools/racecheck_probe.py arrive   # one, plain
+    python benchmarks/racecheck_probe.py          # all cases, each under racecheck
+    python benchmarks/racecheck_probe.py arrive   # one, plain
 
 Two warpgroups pass a row of shared memory back and forth, four times: one writes, the other reads
 and sums. They are ordered by barriers at which both wait ("sync"), by barriers at which the first
