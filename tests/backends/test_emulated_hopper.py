@@ -219,7 +219,7 @@ def choose(monkeypatch):
     """Sets what a method of `Hopper` answers; `_passes` has none of it after."""
 
     def of(method, answer):
-        monkeypatch.setattr(Hopper, method, lambda *_: answer)
+        monkeypatch.setattr(Hopper, method, lambda self, *given: answer(*given))
         family._passes.cache_clear()
 
     yield of
@@ -300,7 +300,7 @@ def test_gradients_and_counts_where_warpgroups_are_alike(name):
 @pytest.mark.parametrize("name", ALIKE)
 def test_dq_of_a_visit_computed_in_the_next_one(name, choose):
     """Also where walks are so short that it would not be."""
-    choose("defers", True)
+    choose("defers", lambda walk, cluster: True)
     tiling, problem = ALIKE[name]
     _, fused, _ = compare(problem, tiling)
     assert dict(fused.kernel.constants)["FS_DEFERRED"] == 1
@@ -329,7 +329,7 @@ def test_statistics_that_a_product_adds_have_float32s_digits(monkeypatch):
 @pytest.mark.parametrize("name", [thorough("carried 128"), "varlen"])
 def test_a_pass_in_several_launches(name, choose):
     """Which take its items between them; of clusters, which there are none here, of one block."""
-    choose("remainder", ((1, 1), (1, 1)))
+    choose("launches", lambda walk: ((1, 1), (1, 1), (1, walk.items - 2)))
     tiling, problem = ALIKE[name]
     problem = problem if name == "varlen" else replace(problem, batch=2)
     _, fused, _ = compare(problem, tiling, report="")

@@ -288,7 +288,7 @@ def machine(block, **more):
         warp=lambda: block.thread // 32,
         registers=lambda *_, **__: lambda: None,
         barriers_begin=lambda counts: block.begin,
-        cluster_sync=block.cluster.sync,
+        cluster_sync=block.cluster and block.cluster.sync,
         named_arrive=lambda n: lambda barrier: block.named_arrive(barrier, n) and None,
         named_sync=lambda n: lambda barrier: block.named_sync(barrier, n),
         get=lambda address: block.words[address],
@@ -302,6 +302,8 @@ def machine(block, **more):
         arrive=block.arrive,
         stage=ring,
         expect=lambda count: lambda barrier: block.expect(barrier, count),
+        product_wait=lambda pending: lambda value: block.done(pending) or value,
+        round_operand=lambda *_: lambda s: s,
         **more,
     )
 
@@ -385,8 +387,6 @@ def parts(block, half):
 
     return {
         "copy_tile": copy_tile,
-        "product_wait": lambda pending: lambda value: block.done(pending) or value,
-        "round_operand": lambda *_: lambda s: s,
         "store_output": store_output,
     }, {
         "load_statistics": lambda n: statistics,

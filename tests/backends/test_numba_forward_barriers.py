@@ -4,13 +4,14 @@ As in `test_numba_barriers`, whose lots are drawn and whose block is used: tiles
 visits that they are of.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("numba_cuda")
 
-from test_numba_barriers import Arguments, Block, Lots, Stuck, functions, item_functions
+from test_numba_barriers import Arguments, Block, Lots, Stuck, functions, item_functions, machine
 
 from flashsim.backends.numba_gpu.hopper import forward
 from flashsim.backends.numba_gpu.hopper.smem_layout import COUNT, OnChip
@@ -55,12 +56,11 @@ def ring_of(block):
 
 def played(block):
     """What the kernel's module calls, by module."""
-    two = ring_of(block)(2)
 
-    def copy(to, tensor_map, barrier, row, head, last):
+    def copy(nbytes, to, tensor_map, barrier, row, head, last):
         name = block.where(to)
         block.memory[name] = head if name[0] == "q" else (head, row // BLOCK_K)
-        block.landed(barrier, 1)
+        block.landed(barrier, nbytes)
 
     def queue_scores(q, k):
         item, visit = block.read(q, k).values
@@ -77,25 +77,15 @@ def played(block):
         block.stored.append((block.group, o))
         return 0
 
-    hopper = SimpleNamespace(
+    hopper = machine(
+        block,
         Ring=ring_of(block),
-        stage=two.stage,
-        wait=block.wait,
-        wait_free=two.wait_free,
-        arrive=block.arrive,
         arrive_behind=lambda barrier, condition, alpha: block.arrive(barrier, condition),
         my_turn=lambda barrier: block.named_sync(barrier, 256),
         pass_turn=lambda barrier: block.named_arrive(barrier, 256) and None,
-        get=lambda address: block.words[address],
-        put=block.words.__setitem__,
-        speaks=lambda: True,
-        map_address=lambda x: x,
-        expect=lambda count: lambda barrier: block.expect(barrier, 1),
-        copy_tile=lambda *_, **__: copy,
+        copy_tile=lambda rows, chunks, **_: partial(copy, rows * chunks * 128),
         queue_scores=lambda *_: queue_scores,
         queue_output=lambda *_: queue_output,
-        product_wait=lambda pending: lambda value: block.done(pending) or value,
-        round_operand=lambda *_: lambda s: s,
         store_output=lambda *_: store,
     )
     softmax = SimpleNamespace(

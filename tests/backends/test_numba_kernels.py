@@ -586,8 +586,8 @@ class Sharing(Deferring):
 
     blocks: int = 2
 
-    def cluster(self, walk):
-        return self.blocks if walk.stage.outer == "keys" else 1
+    def launches(self, walk):
+        return ((self.blocks if walk.stage.outer == "keys" else 1, walk.items),)
 
 
 @pytest.mark.parametrize("blocks", [2, 4, 8])
