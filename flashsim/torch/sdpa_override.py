@@ -69,7 +69,10 @@ class _Activated:
     """Replaces functions in torch's dispatcher until `remove` runs or this object is deleted."""
 
     def __init__(self) -> None:
-        self.libraries = [_replace("CPU", _CPU), _replace("CUDA", _CUDA)]
+        self.libraries = [
+            _replace("CPU", _replacements(_CPU)),
+            _replace("CUDA", _replacements(_CUDA)),
+        ]
         if torch.cuda.is_available():
             self.libraries.append(_replace("CUDA", _masked_on_cuda(), with_keyset=True))
 
@@ -119,7 +122,7 @@ def _replacement(operator: str, function: Callable[[_Arguments], Any]) -> Callab
     return replaced
 
 
-def _replacements(**functions: Callable[[_Arguments], Any]) -> dict[str, Callable[..., Any]]:
+def _replacements(functions: dict[str, Callable[[_Arguments], Any]]) -> dict[str, Any]:
     return {name: _replacement(name, function) for name, function in functions.items()}
 
 
@@ -187,10 +190,10 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-_CPU = _replacements(
-    _scaled_dot_product_flash_attention_for_cpu=_masked_forward,
-    _scaled_dot_product_flash_attention_for_cpu_backward=_masked_backward,
-)
+_CPU = {
+    "_scaled_dot_product_flash_attention_for_cpu": _masked_forward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _masked_backward,
+}
 
 # -- CUDA -----------------------------------------------------------------------------------------
 
@@ -290,12 +293,12 @@ def _refuse_dropout(dropout: float) -> None:
         )
 
 
-_CUDA = _replacements(
-    _flash_attention_forward=_flash_forward,
-    _flash_attention_backward=_flash_backward,
-    _scaled_dot_product_flash_attention=_sdpa_forward,
-    _scaled_dot_product_flash_attention_backward=_sdpa_backward,
-)
+_CUDA = {
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+}
 
 # -- CUDA, with a mask: the kernels that torch chooses there ---------------------------------------
 
@@ -329,12 +332,12 @@ def _cudnn_backward(a: _Arguments) -> tuple[Tensor, ...]:
     return tuple(_laid_out(x, like) for x, like in pairs)
 
 
-_MASKED_ON_CUDA = _replacements(
-    _scaled_dot_product_efficient_attention=_efficient_forward,
-    _scaled_dot_product_efficient_attention_backward=_efficient_backward,
-    _scaled_dot_product_cudnn_attention=_cudnn_forward,
-    _scaled_dot_product_cudnn_attention_backward=_cudnn_backward,
-)
+_MASKED_ON_CUDA = {
+    "_scaled_dot_product_efficient_attention": _efficient_forward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_cudnn_attention": _cudnn_forward,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+}
 
 
 def _masked_on_cuda() -> dict[str, Any]:
@@ -342,7 +345,7 @@ def _masked_on_cuda() -> dict[str, Any]:
     kernel = torch.library.get_kernel
     return {
         name: _if_masked(function, _names(name).index("attn_mask"), kernel(f"aten::{name}", "CUDA"))
-        for name, function in _MASKED_ON_CUDA.items()
+        for name, function in _replacements(_MASKED_ON_CUDA).items()
     }
 
 

@@ -18,8 +18,9 @@ from flashsim.torch import sdpa_override  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
-FOR_CPU, FOR_CPU_BACKWARD = sdpa_override._CPU.values()
-FLASH, FLASH_BACKWARD, SDPA, SDPA_BACKWARD = sdpa_override._CUDA.values()
+FOR_CPU, FOR_CPU_BACKWARD = sdpa_override._replacements(sdpa_override._CPU).values()
+ON_CUDA = sdpa_override._replacements(sdpa_override._CUDA)
+FLASH, FLASH_BACKWARD, SDPA, SDPA_BACKWARD = ON_CUDA.values()
 
 
 @pytest.fixture
@@ -171,9 +172,9 @@ def test_the_cuda_functions_by_their_schemas():
 @pytest.mark.parametrize("mask", ["bias", "of all heads", "padding", "causal"])
 def test_masks_on_cuda_through_the_kernels_that_take_them(calls, kernel, mask):
     """What torch calls there for a mask, on CPU tensors: O, LSE and gradients in their layouts."""
+    replacements = sdpa_override._replacements(sdpa_override._MASKED_ON_CUDA)
     forward, backward = (
-        sdpa_override._MASKED_ON_CUDA[f"_scaled_dot_product_{kernel}_attention{end}"]
-        for end in ("", "_backward")
+        replacements[f"_scaled_dot_product_{kernel}_attention{end}"] for end in ("", "_backward")
     )
     q, k, v = tensors(20, 25)
     batch, heads = q.shape[:2]
