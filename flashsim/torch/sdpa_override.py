@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ def _replacement(operator: str, function: Callable[[_Arguments], Any]) -> Callab
     return replaced
 
 
-def _replacements(functions: dict[str, Callable[[_Arguments], Any]]) -> dict[str, Any]:
+def _replacements(functions: Mapping[str, Callable[[_Arguments], Any]]) -> dict[str, Any]:
     return {name: _replacement(name, function) for name, function in functions.items()}
 
 
