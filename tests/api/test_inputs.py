@@ -131,6 +131,7 @@ count(direction='back') -> OptionError: unknown direction 'back' ... mean 'backw
 count(key_order='up') -> OptionError: unknown key_order
 run(X, np.full_like(X, np.nan), X, nan_policy='raise')
     -> OptionError: k contains 128 NaN or infinite values ... nan_policy='propagate'
+run(np.full_like(X, -np.inf), nan_policy='raise') -> OptionError: q contains 128 NaN or infinite
 run(window=(-2, 0)) -> OptionError: at least 0, or -1 for no limit, got (-2, 0)
 run(softcap=-1) -> OptionError: softcap must be finite and at least 0, got -1
 run(scale=np.inf) -> OptionError: scale must be finite, got inf
@@ -163,8 +164,8 @@ run(mask=lambda q, k: bool(q > k))
     -> MaskError: failed on index arrays of shapes (8, 1) and (1, 8) (ValueError ... operations on
     whole arrays
 run(block_mask=np.ones((1, 1), bool))
-    -> MaskError: one value per tile, so the tile size must be known ... BlockMask(grid, block_q,
-    block_k)
+    -> MaskError: one value per tile, so the tile size must be known; pass tiling= ...
+    BlockMask(grid, block_q, block_k)
 BlockMask(np.ones((2, 2)), 4, 4)
     -> MaskError: non-empty 2-D array of booleans ... got dtype float64, shape (2, 2)
 BlockMask([True], 4, 4) -> MaskError: got dtype bool, shape (1,)

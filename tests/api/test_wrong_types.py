@@ -188,11 +188,11 @@ def test_no_picture_ends_in_an_error_of_pythons(name, tmp_path, monkeypatch):
 
 REFUSED = refusals(r"""
 flashsim.predict.when(None)
-    -> DTypeError: when(): problem must be Problem, got None (NoneType)
+    -> DTypeError: ^when(): problem must be Problem, got None (NoneType)
 flashsim.blocks.sizes(LARGE, sides=-1)
-    -> DTypeError: sizes(): sides must be Sequence[int], got -1 (int
+    -> DTypeError: ^sizes(): sides must be Sequence[int], got -1 (int
 flashsim.walkthrough.softmax(logits=None)
-    -> DTypeError: softmax(): logits must be Sequence[float], got None
+    -> DTypeError: ^softmax(): logits must be Sequence[float], got None
 flashsim.precision.draw("normal", 8, heads=-1) -> ShapeError: heads must be at least 1, got -1
 flashsim.precision.draw("normal", 2**62)
     -> OptionError: GB of memory, but this machine has ... GB; use a smaller n

@@ -107,6 +107,10 @@ REFUSED = [
     ("plot gpu-timeline -T h200-forward --times '' -o x.png", "--times must be FIRST:LAST in µs"),
     ("plot mask -a flash1 -o x.png", "plot mask cannot use --algorithm"),
     (
+        "plot tile-map -n 64 --sms 0:1 -o x.png",
+        "the plot tile-map cannot use --sms; leave out --sms, or plot gpu-timeline",
+    ),
+    (
         "plot io-curve -T x.npz -o x.png",
         "the plot io-curve cannot use --trace; leave out --trace, or plot traffic",
     ),

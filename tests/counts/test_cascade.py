@@ -151,7 +151,7 @@ run(shared_prefix=16, window=(9, -1)) -> UnsupportedError: cannot be combined wi
 run(shared_prefix=16, mask=lambda q, k: q >= k)
     -> UnsupportedError: cannot be combined with mask
 paged_run(20)
-    -> OptionError: block_table[1, 1] must be page 1, ... first 20 keys, ... got page 3
+    -> OptionError: block_table[1, 1] must be page 1, ... first 20 keys, got page 3
 paged_run(15) -> ShapeError: multiple of page_size=10, got 15; use 10
 run(bias=BIAS, cache_seqlens=None, shared_prefix=16)
     -> UnsupportedError: shared_prefix cannot be combined with bias=

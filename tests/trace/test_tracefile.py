@@ -318,7 +318,7 @@ def test_a_newer_format_says_so(trace, path):
         ({"arrays": {"events_1": np.zeros(3)}}, r"missing: none, unknown: \['events_1'\]"),
         (
             {"arrays": {"events_0": np.zeros(3)}},
-            "events_0 in .* must have dtype .* got float64",
+            "events_0 in the file must have dtype .* got float64",
         ),
         (
             {"arrays": {"events_0": np.array([None])}},
