@@ -224,7 +224,8 @@ def stage(
     wanted = {"outer": plan.outer, "dense": plan.dense, "per": plan.per}
     for key, value in {**wanted, "repeat": repeat, "stride": stride}.items():
         if entry[key] != value:
-            raise ValueError(f"in stage {name!r}, {key!r} must be {value!r}, got {entry[key]!r}")
+            got = shown(entry[key])
+            raise ValueError(f"in stage {name!r}, {key!r} must be {value!r}, got {got}")
     return plan, Tiling(*integers("a stage's tiling", entry["tiling"], 2, 1)), repeat, stride
 
 

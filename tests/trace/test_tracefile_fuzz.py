@@ -246,6 +246,7 @@ def test_any_number_in_a_table_is_refused_or_good(name, tmp_path):
         (lambda h: h["stages"][0].update(repeat=-1), "'repeat' must be 2, got -1"),
         (lambda h: h["stages"][0].update(stride=7), "'stride' must be 1, got 7"),
         (lambda h: h["stages"][0].update(outer="keys"), "'outer' must be 'queries', got 'keys'"),
+        (lambda h: h["stages"][0].update(outer="k" * 999), r"'queries', got 'k{96}\.\.\.\)"),
         (lambda h: h.update(algorithm="x"), "unknown algorithm 'x'"),
         (lambda h: h.update(direction="up"), "unknown direction 'up'"),
         (lambda h: h.update(backend=3), "'backend' must be a string, got 3"),
