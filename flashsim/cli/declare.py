@@ -213,9 +213,13 @@ def refuse_unused(
     output formats have no effect either.
     """
     never, only = set(never), None if only is None else {*only, "json", "csv"}
-    idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]
+    idle = [
+        flag(n if typed.params[n] is not False else f"no_{n}")
+        for n in written(typed)
+        if n in never or (only is not None and n not in only)
+    ]
     if len(idle) == 1:
-        raise OptionError(f"the option {flag(idle[0])} has no effect with {where}; leave it out")
+        raise OptionError(f"the option {idle[0]} has no effect with {where}; leave it out")
     if idle:
-        options = ", ".join(map(flag, idle))
+        options = ", ".join(idle)
         raise OptionError(f"the options {options} have no effect with {where}; leave them out")

@@ -40,6 +40,8 @@ REFUSED = [
         "--splits, --latent have no effect with a list without sizes",
     ),
     ("trace show h200-forward --limit 3", "--limit has no effect with totals"),
+    ("study devices --no-pack-gqa", "the option --no-pack-gqa has no effect with a list"),
+    ("study devices --pack-gqa", "the option --pack-gqa has no effect with a list"),
     ("sweep -n 64,many", "--n-q takes values separated by commas"),
     ("sweep -n 64 --mask perhaps", "unknown mask 'perhaps'; choose from full, causal"),
     ("sweep -n 64 --method guess", "unknown method 'guess'"),
