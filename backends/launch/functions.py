@@ -124,7 +124,7 @@ class Generated:
     inside: tuple[tuple[tuple[int, int], ...], ...] = ((), ())
     first_sum: int = 0
     poles: bool = False
-    source: emit.CudaSource | None = field(default=None, compare=False)
+    source: emit.CudaSource | None = field(default=None, compare=False, repr=False)
 
     @property
     def constants(self) -> dict[str, int]:

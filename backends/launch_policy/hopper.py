@@ -288,7 +288,7 @@ class Hopper(Family):
                 size = walk.walks
         few = processors // 8
         short = stage.name == "forward" and 0 < few * tables.tiles <= processors
-        if short and walk.walks * tables.tiles >= 8 * processors:
+        if short and walk.items >= 8 * processors:
             size = min(size, max(1, few // group) * group)
         return size
 
@@ -317,7 +317,7 @@ class Hopper(Family):
         head_dim of 128, blocks drift apart with each wave, and short loops lose step.
         """
         p = walk.problem
-        waves = walk.walks * walk.tables.tiles / walk.gpu.multiprocessors
+        waves = walk.items / walk.gpu.multiprocessors
         if widest(p) > 128 and walk.tables.tiles < _SHORT_LOOP and waves > _IN_STEP_WAVES:
             return False
         unlimited = walk.stage.name == "fused" and p.left >= p.n_q + p.n_kv

@@ -136,6 +136,11 @@ def _gelu(x: Any, approximate: Any = "none") -> Any:
     return 0.5 * x * (1.0 + part)
 
 
+def _trunc(x: Any) -> Any:
+    r = _recorder_of((x,))
+    return r.cast(r.cast(x, INT), FLOAT)
+
+
 def _turned(name: str) -> Callable[..., Any]:
     """Return a function that swaps arguments, to record a > b as b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
@@ -166,7 +171,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         )
     },
     **{"expit": _sigmoid, "relu": lambda x: _max(x, 0), "sign": _sign},
-    "trunc": lambda x: _recorder_of((x,)).cast(_recorder_of((x,)).cast(x, INT), FLOAT),
+    "trunc": _trunc,
     **{"leaky_relu": _leaky_relu, "masked_fill": lambda x, mask, value: _where(mask, value, x)},
     **{"square": lambda x: _pow(x, 2), "softplus": _softplus, "gelu": _gelu},
     "logaddexp": lambda a, b: _max(a, b) + _softplus(-abs(a - b)),

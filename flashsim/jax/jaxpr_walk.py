@@ -197,7 +197,8 @@ class Walker:
             first, count = params["num_consts"], params["num_carry"]
         second = first + count
         consts, carry, rows = inputs[:first], inputs[first:second], inputs[second:]
-        results: list[list[Any]] = [[] for _ in step.equation.outvars[count:]]
+        outputs = step.equation.outvars[count:]
+        results: list[list[Any]] = [[] for _ in outputs]
         for i in range(length)[:: -1 if params["reverse"] else 1]:
             self._carries(body, first, carry)
             inputs = [*consts, *carry, *(row[i] for row in rows)]
@@ -207,7 +208,7 @@ class Walker:
                 result.append(value)
         self._carries(body, first, carry)
         stacked = []
-        for result, variable in zip(results, step.equation.outvars[count:], strict=True):
+        for result, variable in zip(results, outputs, strict=True):
             empty = np.zeros(variable.aval.shape, variable.aval.dtype)
             ordered = result[:: -1 if params["reverse"] else 1]
             stacked.append(jax.numpy.stack(ordered) if result else jax.numpy.asarray(empty))

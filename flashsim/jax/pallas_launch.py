@@ -85,7 +85,7 @@ class KernelCall:
         ]
         self.operands = operands_of(params, names[count:], inputs[count:], equation)
         count += len(self.operands)
-        self._scratch = dict(zip(names[count:], self._jaxpr.invars[count:], strict=False))
+        self._scratch = list(zip(names[count:], self._jaxpr.invars[count:], strict=False))
         self.axes: tuple[int, ...] = ()
         self.held: dict[str, tuple[tuple[int, ...], int]] = {}
         self._refuse_unknown(names)
@@ -183,11 +183,11 @@ class KernelCall:
     def _program(self, index: tuple[int, ...], refs: list[Any], kept: dict[int, Any]) -> None:
         """Run the kernel's body for one program; `kept` has the scratch buffers that exist."""
         walker = self._walker
-        for number, variable in enumerate(self._scratch.values()):
+        for number, (_, variable) in enumerate(self._scratch):
             if number not in kept:
                 kept[number] = scratch(variable.aval, f"scratch {number}")
         walker.buffers = {
-            name: kept[n] for n, name in enumerate(self._scratch) if kept[n] is not None
+            name: kept[n] for n, (name, _) in enumerate(self._scratch) if kept[n] is not None
         }
         walker.carried = {}
         axes = [d for d in range(len(index)) if d not in self._mapping.vmapped_dims]
@@ -222,7 +222,7 @@ class KernelCall:
             copies = getattr(mode, "buffer_count", 2) - (not operand.output)
             size = math.prod(operand.block) * operand.tensor.array.itemsize
             found[operand.tensor.name] = (operand.block, copies * size)
-        for name, variable in self._scratch.items():
+        for name, variable in self._scratch:
             buffer = scratch(variable.aval, name)
             if buffer is not None and buffer.array.nbytes:
                 found[name] = (buffer.shape, buffer.array.nbytes)

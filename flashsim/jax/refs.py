@@ -78,8 +78,11 @@ class Lanes:
 
     def read(self, kept: np.ndarray | None) -> np.ndarray:
         """Return the lanes' values, with `poison` for lanes outside of the array or not kept."""
-        if kept is None and self.index is not None:
-            return np.array(self.ref.array[self.index])
+        if self.index is not None:
+            value = np.array(self.ref.array[self.index])
+            if kept is not None:
+                value[~kept] = poison(value.dtype)
+            return value
         kept = self.inside(kept)
         value = uninitialized(self.shape, self.ref.array.dtype)
         value[kept] = self.ref.array[tuple(at[kept] for at in self.at)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -76,11 +78,15 @@ class Launch:
 
     def place(self, program: int) -> tuple[int, ...]:
         """Return the grid coordinates of the program with this number."""
-        return tuple(int(x) for x in np.unravel_index(program, self.grid, order="F"))
+        found = []
+        for side in self.grid:
+            program, at = divmod(program, side)
+            found.append(at)
+        return tuple(found)
 
     def number(self, place: Iterable[int]) -> int:
         """Return the number of the program at these grid coordinates."""
-        steps = np.cumprod((1, *self.grid)).tolist()
+        steps = accumulate(self.grid, mul, initial=1)
         return sum(at * step for at, step in zip(place, steps, strict=False))
 
 

@@ -303,9 +303,11 @@ class _Buffer:
         """Return one of the arrays, which is extended to the end of the last tensor."""
         board, size = getattr(self, name), -(-self.end // self.unit)
         if board is None or len(board) < size:
-            old = np.zeros(0, dtype) if board is None else board
-            board = np.concatenate([old, np.zeros(size - len(old), dtype)])
-            setattr(self, name, board)
+            grown = np.zeros(size, dtype)  # takes no memory where nothing is written
+            if board is not None:
+                grown[: len(board)] = board
+            setattr(self, name, grown)
+            return grown
         return board
 
 

@@ -79,10 +79,7 @@ def classify(grid: Grid, elements: Evaluate) -> Boxes:
     assert mask is not None
     q_start, k_start, offset = grid.sequence_starts.T
     other = p.block_mask is not None or p.mask is not None  # masks without bounds
-    (rows, cols), (row_base, col_base) = (
-        (x.astype(np.int64) for x in grid._edges[:2]),
-        grid._edges[2:],
-    )
+    rows, cols, row_base, col_base = (x.astype(np.int64) for x in grid._edges)
     s = np.flatnonzero((np.diff(row_base) > 0) & (np.diff(col_base) > 0))
     box = np.stack([row_base[s], row_base[s + 1], col_base[s], col_base[s + 1], s])
     done: list[np.ndarray] = []

@@ -74,9 +74,9 @@ def decode(
     FlashSimError
         For shapes, types and options that flashsim does not support.
     """
-    lengths = _integers("cache_seqlens", cache_seqlens, q)
-    starts = _integers("cache_starts", cache_starts, q)
-    entries = _integers("cache_batch_idx", cache_batch_idx, q)
+    lengths = integers("cache_seqlens", cache_seqlens, q)
+    starts = integers("cache_starts", cache_starts, q)
+    entries = integers("cache_batch_idx", cache_batch_idx, q)
     left, right = (-1, -1) if window is None else window
     run: Any = torch.ops.flashsim.decode.default
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not q.is_meta:
@@ -90,7 +90,7 @@ def decode(
     return (out, lse) if return_lse else out
 
 
-def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
+def integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     """Return an int32 tensor on q's device with one integer per sequence; None stays None."""
     if given is None:
         return None

@@ -120,9 +120,8 @@ def with_cache(
                 f"{name}.contiguous()"
             )
     batch, n_q = q.shape[:2]
-    if isinstance(cache.lengths, int):
-        lengths = torch.full((batch,), cache.lengths, dtype=torch.int32, device=q.device)
-        cache = cache._replace(lengths=lengths)
+    lengths = decoding.integers("cache_seqlens", cache.lengths, q)
+    cache = cache._replace(lengths=lengths)
     if cache.cos is not None and (
         cache.sin is None or cache.new_k is None or cache.lengths is None
     ):
@@ -135,7 +134,6 @@ def with_cache(
             "new keys and values, k= and v=, also need cache_seqlens=, the positions at "
             "which they are written"
         )
-    lengths = cache.lengths
     if cache.new_k is not None:
         n_new = cache.new_k.shape[1]
         rows = (_Rows.of_batch(batch, n, q.device) for n in (n_q, n_new))
@@ -143,7 +141,7 @@ def with_cache(
     padded_pages = cache.table is not None and cache.starts is not None
     alone = qv is not None or scores.chunk or scores.slopes is not None
     if alone or q.dtype in _FP8 or padded_pages:
-        stops = [_room(cache)] * batch if lengths is None else torch.as_tensor(lengths).tolist()
+        stops = [_room(cache)] * batch if lengths is None else lengths.tolist()
         of_q = tuple(range(0, batch * n_q + 1, n_q))
         qv = None if qv is None else qv.flatten(0, 1)
         out, lse = _over_cache(q.flatten(0, 1), of_q, cache, stops, qv, scores)

@@ -76,7 +76,7 @@ def flash_attn_func(
     q : Tensor, (batch, n_q, heads, head_dim)
     k, v : Tensor, (batch, n_k, heads_k, head_dim) and (batch, n_k, heads_k, head_dim_v)
     qv : Tensor, (batch, n_q, heads, head_dim_v), optional
-        ScoreOptions are ``q k^T + qv v^T``.
+        Scores are ``q k^T + qv v^T``.
     softmax_scale : float, optional
         Default: 1 / sqrt(head_dim), where head_dim includes the columns of `qv`.
     causal : bool
@@ -235,6 +235,6 @@ def _scores(
 
 def _check_absent(arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError for the first of a call's unsupported options that is not None."""
-    for name, instead in _ABSENT.items():
-        if arguments.get(name) is not None:
-            raise UnsupportedError(f"flashsim does not support {name}=; {instead}")
+    for name, value in arguments.items():
+        if name in _ABSENT and value is not None:
+            raise UnsupportedError(f"flashsim does not support {name}=; {_ABSENT[name]}")

@@ -55,7 +55,7 @@ def flash_attn_func(
     softmax_scale : float, optional
         Default: 1 / sqrt(head_dim), where head_dim includes the columns of `qv`.
     qv : Tensor, (batch, n_q, heads, head_dim_v), optional
-        ScoreOptions are ``q k^T + qv v^T``.
+        Scores are ``q k^T + qv v^T``.
     q_descale, k_descale, v_descale : Tensor of float32, (batch, heads_k), optional
         Factors of FP8 inputs. The output is then bfloat16.
     attention_chunk : int

@@ -82,12 +82,10 @@ def flex_attention(
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     if sinks is not None:
         check_sinks(sinks, query)
-    if torch.compiler.is_dynamo_compiling() and flex_compiled.known():
-        qkv, backend = (query, key, value), backend or default_backend(query)
-        out, lse = _compiled(qkv, score_mod, block_mask, scale, sinks, backend)
-        return (out, lse) if return_lse else out
+    compiles = torch.compiler.is_dynamo_compiling() and flex_compiled.known()
+    attend = _compiled if compiles else uncompiled
     backend = backend or default_backend(query)
-    out, lse = uncompiled((query, key, value), score_mod, block_mask, scale, sinks, backend)
+    out, lse = attend((query, key, value), score_mod, block_mask, scale, sinks, backend)
     return (out, lse) if return_lse else out
 
 

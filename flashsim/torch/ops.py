@@ -125,7 +125,8 @@ def backward_shapes(*tensors: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor, Te
 
 def _all(tensors: Sequence[Any]) -> tuple[Any, ...]:
     """Return the tensors of an operator with the sinks last, which a caller may leave out."""
-    return *tensors, *(None,) * (len(tensors) in (6, 10))
+    complete = len(tensors) in (7, 11)  # of the forward and of the backward operator
+    return tuple(tensors) if complete else (*tensors, None)
 
 
 # -- gradient -------------------------------------------------------------------------------------

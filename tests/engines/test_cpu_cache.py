@@ -9,7 +9,6 @@ from numba import njit
 from numba.core import caching
 
 from flashsim.engines.cpu import threads
-from flashsim.engines.cpu.micro_kernels import vector
 from flashsim.l2 import compiled as cache
 
 pytestmark = pytest.mark.promise("failures end in words")
@@ -180,9 +179,3 @@ def test_a_users_own_group_may_write(folder):
 
 def test_every_walk_is_kept():
     assert all(map(cache.kept, threads._KERNELS.values()))
-
-
-def test_no_two_vector_functions_share_a_name():
-    """The linker takes functions of the same name in two cached kernels for one function."""
-    names = [function.__qualname__ for function in vector.FUNCTIONS]
-    assert len(set(names)) == len(names) > 20

@@ -3,6 +3,7 @@
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ import numba
 import numpy as np
 import pytest
 from numba import njit
+from numba.core.bytecode import FunctionIdentity
 from numba.core.errors import TypingError
 
 from flashsim.engines.cpu import engine
@@ -158,6 +160,27 @@ def test_text_of_numba_0_61_is_linked():
     library, module = Mock(spec=["_linking_libraries"], _linking_libraries=[other, other]), Mock()
     inline_jit._link(library, module)
     module.link_in.assert_called_once_with(other._get_module_for_linking(), preserve=True)
+
+
+def test_functions_that_numba_gives_the_same_name_keep_their_own_code(monkeypatch):
+    """Two processes number such functions alike, and a third loads both kernels from disk."""
+    monkeypatch.setattr(numba.config, "OPT", type(numba.config.OPT)(0))  # nothing is inlined
+
+    def kernel(number):
+        @part
+        def own(cpu, out):
+            out[0] = number
+
+        def call(*args):
+            call_with_lent(own, 0, args)
+
+        call.__qualname__ = f"call_{number}"
+        monkeypatch.setattr(FunctionIdentity, "_unique_ids", count(1000))
+        out = np.zeros(1)
+        njit(pipeline_class=Whole)(call)(out)
+        return out[0]
+
+    assert [kernel(1), kernel(2)] == [1, 2]
 
 
 def test_a_table_has_no_other_fields():

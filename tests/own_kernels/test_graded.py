@@ -376,8 +376,18 @@ def test_the_guide_says_what_comes_out(tmp_path):
 
 
 FILES = {
-    "no function": ("def forward", "def another", "function", "no function forward or FlashAtt"),
-    "no kernel": ("return o, lse", "return o * 1, lse", "result", "a tensor that no kernel stored"),
+    "no function": (
+        "def forward",
+        "def another",
+        "function",
+        "defines no function forward or FlashAtt",
+    ),
+    "no kernel": (
+        "return o, lse",
+        "return o * 1, lse",
+        "result",
+        "returns a tensor that no kernel stored",
+    ),
     "no launch": (
         "flash_forward[grid](q, k, v, o, lse, n, d**-0.5, causal, block_q, block_k, d)",
         *("o[:], lse[:] = 0, 0", "function", "launches no Triton kernel"),

@@ -388,6 +388,14 @@ def test_a_warning_names_line_and_program(kind, text, steps, layout):
     assert any(one.kind == kind and text in one.text for one in found), found
 
 
+def test_the_only_program_of_a_launch_may_start_unsaid():
+    r, code = one_tensor(programs=1)
+    r.access(LOAD, code, RUN, outside=4)
+
+    (found,) = KernelTrace(r.done()).findings
+    assert "4 of 260 lanes in program (0,)" in found.text
+
+
 def test_atomic_additions_by_two_programs_are_no_clash_but_a_store_is():
     r = noted((0, ATOMIC, (0, 64), 1), (1, ATOMIC, (0, 64), 1))
     assert not r.done().clashes

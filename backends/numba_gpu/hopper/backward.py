@@ -148,8 +148,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
         column = int32((piece - which * pieces) * 32)
         return (which * d + column) // 2, column
 
-    how = {"store_sums": store_sums, "place_of": place_of}
-    put_gradients = key_gradients(c, at, w, d, pieces, **how)
+    put_gradients = key_gradients(c, at, w, d, pieces, store_sums, place_of)
 
     @device
     def load_starts(shared, number):

@@ -122,8 +122,7 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
             column = int32(64 + 32 * group)
         return piece * 16, column
 
-    how = {"store_sums": store_sums, "place_of": place_of}
-    put_gradients = key_gradients(c, at, w, columns, pieces, **how)
+    put_gradients = key_gradients(c, at, w, columns, pieces, store_sums, place_of)
 
     @device
     def consume(a, shared, group):

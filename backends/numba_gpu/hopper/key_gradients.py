@@ -24,7 +24,6 @@ def key_gradients(
     w: SimpleNamespace,
     columns: int,
     pieces: int,
-    *,
     store_sums: Any,
     place_of: Any,
 ) -> Any:
@@ -32,9 +31,9 @@ def key_gradients(
 
     The function multiplies dK by the scale. `dk` and `dv` have `columns` columns, of which
     `pieces` times 32 exist. ``store_sums(row_of)`` returns a function with the parameters of
-    `wgmma_tiles.store_output`, and `group`. The pieces of dV follow those of
-    dK. ``place_of(piece, which, group)`` returns where a piece of dK (`which` is 0) or dV (1)
-    begins: the number of its first sum among a thread's sums, and its column in HBM.
+    `wgmma_tiles.store_output`, and `group`. The pieces of dV follow those of dK.
+    ``place_of(piece, which, group)`` returns where a piece of dK (`which` is 0) or dV (1) begins:
+    the number of its first sum among a thread's sums, and its column in HBM.
 
     The blocks of a cluster add up their sums. Each block writes its sums to shared memory, over
     tiles that it no longer needs. Each block then adds up all blocks' sums of some pieces, in the

@@ -286,8 +286,9 @@ def queue_scores(
     steps = range(depth // 16)
     left_at = [ptx_hopper.along_row(x, rows) for x in steps]
     right_at = [ptx_hopper.along_row(x, of or n) for x in steps]
+    kind = floats(n // 2)
 
-    @emitted(floats(n // 2), *[FRAGMENT] * more, int32, int32)
+    @emitted(kind, *[kind] * more, int32, int32)
     def queue_scores_(b, *operands):
         *s, q, k = operands
         tiles = ptx_hopper.descriptor(b, q, 0), ptx_hopper.descriptor(b, k, 0)

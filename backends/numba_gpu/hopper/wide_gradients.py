@@ -113,11 +113,11 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
         parts.append((at.narrow, 64, at.block_q * 128, at.wide // 2))
-    steps = range(4)
+    steps, kind = range(4), floats((at.wide + at.narrow) // 2)
     left_at = [ptx_hopper.down_rows(x) if down else ptx_hopper.along_row(x, 64) for x in steps]
     right_at = [ptx_hopper.down_rows(x) for x in steps]
 
-    @emitted(floats((at.wide + at.narrow) // 2), *[FRAGMENT] * more, int32, int32, int32)
+    @emitted(kind, *[kind] * more, int32, int32, int32)
     def queue_columns_(b, *operands):
         *sums, scores, tile, group = operands
         found = []

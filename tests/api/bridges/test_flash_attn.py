@@ -456,6 +456,8 @@ def test_what_is_refused_says_so():
             q, num_heads_q=1)),
         (OptionError, "need cache_seqlens", lambda: flash_attn.flash_attn_with_kvcache(
             q, k, v, k, v)),
+        (ShapeError, "must be 1 integers", lambda: flash_attn.flash_attn_with_kvcache(
+            q, k, v, k[:, :1], v[:, :1], cache_seqlens=torch.tensor(2))),
         (OptionError, "only one of them was passed; pass both",
          lambda: flash_attn.flash_attn_with_kvcache(q, k, v, k)),
         (OptionError, "needs rotary_sin", lambda: flash_attn.flash_attn_with_kvcache(

@@ -12,9 +12,6 @@ from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Plain
 from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
-#: The functions that compiled kernels call instead of plain definitions.
-FUNCTIONS: list[Callable] = []
-
 
 def operation(layout: str, build: Callable, **options) -> Callable:
     """Decorate a plain function; compiled callers run vector code instead, if there is any."""
@@ -23,7 +20,7 @@ def operation(layout: str, build: Callable, **options) -> Callable:
     def vectorised(cpu, *args):
         code(cpu, args)
 
-    return lambda definition: _decorated(definition, lambda *_: vectorised, vectorised)
+    return lambda definition: _decorated(definition, lambda *_: vectorised)
 
 
 def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
@@ -48,21 +45,10 @@ def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
     def choose(*args):
         return of_floats if isinstance(args[-1], types.NoneType) else of_halves
 
-    return lambda definition: _decorated(definition, choose, of_floats, of_halves)
+    return lambda definition: _decorated(definition, choose)
 
 
-def _decorated(definition: Callable, vectorised: Callable, *functions: Callable) -> Callable:
-    """Let compiled callers of `definition` call what `vectorised` chooses among `functions`.
-
-    The functions get names of their own. Numba numbers functions of the same name in each process
-    anew, and the linker takes two functions of the same name and number for one. So two kernels
-    that two processes have compiled would share the code of one function.
-    """
-    for function in functions:
-        name = f"{definition.__module__}_{definition.__qualname__}_{function.__name__}"
-        function.__name__ = function.__qualname__ = name.replace(".", "_")
-    FUNCTIONS.extend(functions)
-
+def _decorated(definition: Callable, vectorised: Callable) -> Callable:
     def choose(cpu, *args):
         return definition if cpu.instance_class is Plain else vectorised(*args)
 

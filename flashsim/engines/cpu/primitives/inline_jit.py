@@ -34,11 +34,7 @@ class _Text(JITCodeLibrary):
 
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
-        for (
-            function
-        ) in self._final_module.functions:  # several libraries may link in the same function
-            if not function.is_declaration and function.linkage == Linkage.external:
-                function.linkage = "linkonce_odr"
+        _relink(self, Linkage.external, "linkonce_odr")  # several libraries may link in a function
         self._finalized = True
 
     def _get_module_for_linking(self):
@@ -73,6 +69,23 @@ class _Whole(JITCodeLibrary):
         _link(self, self._final_module)
         self._linking_libraries = []
         super().finalize()
+
+    def _finalize_final_module(self) -> None:
+        """Hide the callees from other kernels, and generate machine code.
+
+        A function's symbol has its name and a number, which Numba counts from 1 in each process. So
+        in kernels from two processes, closures of one name but with different code may have the
+        same symbol. A process that loads both kernels from disk would call one closure for both.
+        """
+        _relink(self, Linkage.linkonce_odr, "internal")
+        super()._finalize_final_module()
+
+
+def _relink(library: Any, old: Linkage, new: str) -> None:
+    """Change how other libraries see the functions that a library defines with linkage `old`."""
+    for function in library.get_defined_functions():
+        if function.linkage == old:
+            function.linkage = new
 
 
 def _link(library: Any, module: Any) -> None:
