@@ -220,9 +220,7 @@ def backward(
     check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(job, expand(out), expand(lse, 3))
     result = made(Result, out=out, lse=lse, _job=job, _saved=saved, _asked=asked)
-    return result.backward(
-        dout, dlse=dlse, tiling=request.tiling, deterministic=deterministic, captured=captured
-    )
+    return result._backward(dout, dlse, request.tiling, deterministic, None, captured)
 
 
 __all__ = ["Gradients", "Result", "backward", "run"]

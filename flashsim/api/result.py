@@ -201,6 +201,21 @@ class Result(_Pass):
         ------
         ShapeError, DTypeError, OptionError, SramOverflow
         """
+        return self._backward(dout, dlse, tiling, deterministic, trace, captured)
+
+    def _backward(
+        self,
+        dout: Any,
+        dlse: Any,
+        tiling: Tiling | None,
+        deterministic: bool | None,
+        trace: bool | str | None,
+        captured: bool | Sequence[str] | None,
+    ) -> Gradients:
+        """Compute the gradients for `backward` here and for the function of that name.
+
+        Errors about an argument's type name the function that the caller called.
+        """
         asked, mine, host = self._asked, self._job, self._asked.host
         on_cpu = asked.backend in dispatch.ON_CPU
         alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)

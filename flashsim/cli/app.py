@@ -82,8 +82,11 @@ COMMANDS: _Entries = {
         },
     ),
 }
+#: The studies that once were commands of their own. A new study has no old name.
+_STUDIES = "demo walkthrough ladder softmax-matmul precision banks blocks when versions dram ring"
+_STUDIES += " devices calibrate reproduce claims warm"
 #: Old names of commands, and their new names. Old names still work in this version, with a message.
-MOVED = {name: f"study {name}" for name in COMMANDS["study"][1]} | {"grade": "exercise grade"}
+MOVED = {name: f"study {name}" for name in _STUDIES.split()} | {"grade": "exercise grade"}
 #: Old names of options, for commands that have the new option but not the old one.
 RENAMED = {
     "-n": ("--number",),

@@ -197,6 +197,9 @@ run(X, X, X.T.copy())
 run(X[:, :8], X[:, :8].T, X) -> ShapeError: k of shape (8, 8) looks transposed
 run(bias=np.zeros((8, 8), np.float32).T)
     -> ShapeError: bias of ... transposed ... axes must be (n_q, n_kv)
+flashsim.backward(X, X, X, X, np.zeros(8, np.float32), X, captured=3)
+    -> DTypeError: ^backward(): captured must be bool | Sequence[str] | None, got 3
+run().backward(X, captured=3) -> DTypeError: ^Result.backward(): captured must be bool | Sequence
 flashsim.backward(X3, X3, X3, X3, np.zeros((8, 2), np.float32).T, X3)
     -> ShapeError: lse of ... transposed ... axes must be (heads, n_q)
 merge(X3, X3[:, :, 0].copy(), X3, np.zeros((8, 2), np.float32).T)
