@@ -343,7 +343,7 @@ def _chunked(cuts: Cuts, chunk: int) -> Cuts:
         if of_q[-1] < b:
             of_q.append(b)
             of_k.append(d)
-    return tuple(of_q), tuple(of_k)
+    return (tuple(of_q), tuple(of_k)) if len(of_q) > 1 else ((0, 0), (0, 0))
 
 
 def _widened(

@@ -380,6 +380,14 @@ def test_a_cache_grows_and_is_read(kind, rotary, causal):
         torch.testing.assert_close(x, cache, rtol=1e-6, atol=1e-6)
 
 
+def test_chunks_of_sequences_that_are_all_empty():
+    q, k = torch.zeros(0, 4, 8), torch.zeros(0, 2, 8)
+    offsets = torch.zeros(3, dtype=torch.int32)
+    how = {"attention_chunk": 4, "return_attn_probs": True}
+    out, lse = flash_attn_interface.flash_attn_varlen_func(q, k, k, offsets, offsets, 0, 0, **how)
+    assert (out.shape, lse.shape) == ((0, 4, 8), (4, 0))
+
+
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_packed_queries_over_a_cache(chunk):
     """FlashAttention-3's way: queries and new keys packed, positions to rotate by of their own."""
