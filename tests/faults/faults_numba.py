@@ -316,7 +316,7 @@ def noticed(name: str) -> str:
                 env={**os.environ, "FLASHSIM_CACHE_DIR": cache},
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=120,
                 check=False,
             )
         except subprocess.TimeoutExpired:
