@@ -107,6 +107,9 @@ WITHOUT_DELTA = -1.0
 #: Extra times of the fused form: µs of one more launch; and the fraction of HBM's bandwidth at
 #: which float32 dQ is cleared, read again and stored.
 CONVERTING, CONVERTED = 1.1, 0.6
+#: Extra µs of three passes in which some of dQ's work tiles wait for those of dK and dV: a block
+#: needs a whole SM, so it loads its first tiles only after another block has left.
+WAITING = 2.0
 #: Extra µs for a cluster to start together and to add its blocks' shares of a work tile.
 ADDING_UP = {64: 3.8, 128: 5.4}
 #: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy. If not all
@@ -192,7 +195,7 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     "flash2-once" is the only backward algorithm without a delta kernel. The prediction for
     "flash2-once" includes `WITHOUT_DELTA`. The model assumes that a kernel begins on an SM as soon
     as the previous kernel has left that SM. The kernel that converts dQ starts when all SMs have
-    finished.
+    finished. If dQ's own pass needs SMs that are not idle, the prediction includes `WAITING`.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -205,6 +208,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
             moved = p.batch * p.heads * p.n_q * p.head_dim * row
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:
+            if one.stage.name == "dq" and one.walks * one.tables.tiles > free.count(0.0):
+                more = WAITING
             steps = one.tables.visits * (p.group if one.stage.per == "group" else 1)
             times = known[one.stage.name], ADDING_UP[width]
             for part in (*one.before, one):

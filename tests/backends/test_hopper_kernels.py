@@ -827,11 +827,12 @@ def test_blocks_begin_where_others_have_ended():
 
 @pytest.fixture
 def plain_times(monkeypatch):
-    """dK's and dV's items take 2 + 2 µs a visit, dQ's 1 + 1, the fused pass's 2 + 3, and 5 more."""
+    """Round times: dK and dV 2 + 2 per visit, dQ 1 + 1, fused 2 + 3, then 5; waiting dQ 7."""
     takes = (cost_model.Times(2, 2), cost_model.Times(1, 1), cost_model.Times(2, 3))
     monkeypatch.setattr(cost_model, "HOPPER_BACKWARD", {128: cost_model.Backward(*takes)})
     monkeypatch.setattr(cost_model, "ADDING_UP", {64: 100.0, 128: 100.0})
     monkeypatch.setattr(cost_model, "CONVERTING", 5)
+    monkeypatch.setattr(cost_model, "WAITING", 7)
     monkeypatch.setattr(cost_model, "CONVERTED", 1e9 * 1e6 / H200.hbm_bandwidth)
 
 
@@ -851,16 +852,19 @@ def test_a_backward_takes_what_its_items_take_beside_each_other():
     """By hand: 256 tokens of 64 columns are two items of either pass, of two visits each."""
     p = Problem(256, 256, 64, dtype="bfloat16")
     converted = 256 * 64 * 10 / 1e9
-    assert forms(p, 2) == [6 + 3, pytest.approx(8 + 5 + converted)]  # one of each on either
-    assert forms(p, 3) == [3 + 3, pytest.approx(8 + 5 + converted)]  # both of dQ's on the third
-    assert forms(p, 4) == [6, pytest.approx(8 + 5 + converted)]
-    assert forms(p, 1) == [12 + 6, pytest.approx(16 + 5 + converted)]
+    assert forms(p, 2) == [6 + 3 + 7, pytest.approx(8 + 5 + converted)]  # one of each on either
+    assert forms(p, 3) == [3 + 3 + 7, pytest.approx(8 + 5 + converted)]  # both of dQ's on the third
+    assert forms(p, 4) == [6, pytest.approx(8 + 5 + converted)]  # an SM for each
+    assert forms(p, 1) == [12 + 6 + 7, pytest.approx(16 + 5 + converted)]
     many = replace(p, heads=100, kv_heads=100)
-    assert forms(many, 4) == [100 * 18 / 4, pytest.approx(100 * 16 / 4 + 5 + 100 * converted)]
+    assert forms(many, 4) == [
+        100 * 18 / 4 + 7,
+        pytest.approx(100 * 16 / 4 + 5 + 100 * converted),
+    ]
     shared = replace(p, heads=2)  # of two heads' visits; dQ's four items beside them
-    assert forms(shared, 2) == [10 + 6, pytest.approx(14 + 5 + 2 * converted)]
+    assert forms(shared, 2) == [10 + 6 + 7, pytest.approx(14 + 5 + 2 * converted)]
     causal = replace(p, causal=True)  # 6 and 4; behind them 2 and 3
-    assert forms(causal, 2) == [8, pytest.approx(8 + 5 + converted)]
+    assert forms(causal, 2) == [8 + 7, pytest.approx(8 + 5 + converted)]
 
 
 @pytest.mark.usefixtures("plain_times")
