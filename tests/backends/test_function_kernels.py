@@ -589,8 +589,7 @@ VARIANTS = {
 def kernels_of(name, d):
     (mask, score), _ = VARIANTS[name]
     p = Problem(
-        *(4096, 4096, d),
-        **{"mask_mod": mask, "score_mod": score, "dtype": "bfloat16", "heads": 16},
+        *(4096, 4096, d), **{"mask_mod": mask, "score_mod": score, "dtype": "bfloat16", "heads": 16}
     )
     passes = list(HOPPER.forward_passes(p, None, H200, "ascending", ""))
     grads = () if score is None else tuple(a.name for a in p.score_mod.arrays)

@@ -385,10 +385,7 @@ def parts(block, half):
         visit = divmod(lse // 4, ROWS)
         return visit, visit
 
-    return {
-        "copy_tile": copy_tile,
-        "store_output": store_output,
-    }, {
+    return {"copy_tile": copy_tile, "store_output": store_output}, {
         "load_statistics": lambda n: statistics,
         "put_rows": lambda n: lambda address, rows: memory.update({block.where(address): rows}),
         "unit_of_starts": lambda start: lambda scale: 1.0,

@@ -150,10 +150,7 @@ def played(block):
 
     of_hopper, of_gradients = parts(block, at.d // 4)
     hopper = machine(
-        block,
-        copy_chunks=copy_chunks,
-        queue_scores=lambda *_, **__: queue_scores,
-        **of_hopper,
+        block, copy_chunks=copy_chunks, queue_scores=lambda *_, **__: queue_scores, **of_hopper
     )
     gradients = SimpleNamespace(
         store_ds=lambda *_: store_scores, reduce_dq=reduce_dq, **of_gradients

@@ -529,11 +529,7 @@ def test_times_with_a_mask_function_against_an_h100():
             continue
         d, heads = int(row["head_dim"]), int(row["heads"])
         p = Problem(
-            *(4096, 4096, d),
-            batch=4,
-            heads=heads,
-            dtype="bfloat16",
-            mask_mod=MASKS[row["row"]],
+            *(4096, 4096, d), batch=4, heads=heads, dtype="bfloat16", mask_mod=MASKS[row["row"]]
         )
         how = {} if row["direction"] == "forward" else {"deterministic": False}
         found = predict(p, direction=row["direction"], device="H100", **how)
