@@ -17,20 +17,7 @@ import pytest
 pytest.importorskip("numba_cuda")
 
 from flashsim.backends.numba_gpu.hopper import backward, key_gradients, kv_outer
-from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    BASE,
-    COUNT,
-    END,
-    FIRST,
-    ITEM,
-    OUTER,
-    START,
-    STOP,
-    WALK,
-    KeysOutside,
-    OnChip,
-    Roles,
-)
+from flashsim.backends.numba_gpu.hopper import smem_layout as layout
 
 pytestmark = pytest.mark.promise("every barrier is needed")
 
@@ -145,10 +132,10 @@ class Cluster:
 
 def apart_of(at):
     """The bytes of a stage of each region; of dQ a warpgroup's, of one dO a chunk's."""
-    if isinstance(at, OnChip):
+    if isinstance(at, layout.OnChip):
         return {"q": at.q_bytes, "k": at.k_bytes, "v": at.v_bytes}
-    scores = at.ds_bytes if isinstance(at, KeysOutside) else at.scores_bytes
-    dout = at.block_q * 128 if isinstance(at, Roles) else at.query_bytes
+    scores = at.ds_bytes if isinstance(at, layout.KeysOutside) else at.scores_bytes
+    dout = at.block_q * 128 if isinstance(at, layout.Roles) else at.query_bytes
     return {
         **{"k": at.key_bytes, "v": at.key_bytes, "q": at.query_bytes, "dout": dout},
         **{"p": scores, "ds": scores, "dq": at.dq_bytes},
@@ -158,7 +145,7 @@ def apart_of(at):
 
 def roles_of(at):
     """A block's roles: name, and warpgroup (of senders: whose dQ they send)."""
-    senders = 1 if isinstance(at, Roles) else 2
+    senders = 1 if isinstance(at, layout.Roles) else 2
     counts = {"producer": 1, "statistics": 1, "sender": senders, "consumer": at.groups}
     return [(name, x) for name, count in counts.items() for x in range(count)]
 
@@ -513,11 +500,11 @@ def item_functions(block, counts, numbers):
 
     def take(shared, item):
         block.wait(full + 8 * (item & 1), item >> 1 & 1)
-        return at.items + (item & 1) * ITEM
+        return at.items + (item & 1) * layout.ITEM
 
     def write(a, slot, number):
-        fields = {WALK: number, COUNT: counts[number], END: ROWS}
-        for field in (OUTER, START, STOP, BASE, FIRST):
+        fields = {layout.WALK: number, layout.COUNT: counts[number], layout.END: ROWS}
+        for field in (layout.OUTER, layout.START, layout.STOP, layout.BASE, layout.FIRST):
             block.words[slot + field] = 0
         block.words.update({slot + field: value for field, value in fields.items()})
 
@@ -605,7 +592,7 @@ def run(monkeypatch):
 
     def of(shape, heads, seed, *, deferred, blocks=1, scored=False, **how):
         block_q, d = SHAPES[shape]
-        at = KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
+        at = layout.KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
         c = constants(at, blocks, scored, fused=1, after=1, deferred=int(deferred))
         cluster, visits = run_roles(
             *(monkeypatch, backward, backward.hopper_backward_kernel, played, at, c),
