@@ -58,9 +58,7 @@ PROBLEMS = {
     "256": Problem(4096, 4096, 256, heads=2, dtype="bfloat16", causal=True),
     "128 odd": Problem(500, 500, 128, 64, **ODD),
     "128 blocks": Problem(
-        *(512, 512, 128),
-        dtype="bfloat16",
-        block_mask=BlockMask(np.eye(4, dtype=bool), 128, 128),
+        *(512, 512, 128), dtype="bfloat16", block_mask=BlockMask(np.eye(4, dtype=bool), 128, 128)
     ),
 }
 
@@ -520,8 +518,7 @@ def test_grouped_heads_are_in_step_where_l2_does_not_hold_them(changed, in_step)
 
 
 @pytest.mark.parametrize(
-    ("n", "clump"),
-    [(32_768, 1), (24_576, 2), (20_480, 4), (16_384, 1), (12_800, 4), (8192, 2)],
+    ("n", "clump"), [(32_768, 1), (24_576, 2), (20_480, 4), (16_384, 1), (12_800, 4), (8192, 2)]
 )
 def test_grouped_heads_in_step_come_in_whole_rounds(n, clump):
     """Else the items that clumps share rounds of would go against the others."""
@@ -708,11 +705,7 @@ def test_kernels_that_report_compile(case):
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [
-        ("128 causal", 0),
-        *(kernels_only("128 causal", n) for n in (2, 3)),
-        kernels_only("192", 3),
-    ],
+    [("128 causal", 0), *(kernels_only("128 causal", n) for n in (2, 3)), kernels_only("192", 3)],
 )
 def test_reporting_costs_nothing_when_it_is_off(name, number):
     """Forward, dQ, and both sources of the pass with keys outside."""

@@ -153,5 +153,3 @@ def test_a_form_that_is_asked_for_by_its_tile_or_name_stays():
     assert three.traffic.algorithm == "flash2"
     with pytest.raises(UnsupportedError, match="a fused backward pass in a fixed order"):
         predict(p, **how | {"deterministic": True})
-    with pytest.raises(OptionError, match="direction='backward'"):
-        predict(p, deterministic=False)
