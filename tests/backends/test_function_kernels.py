@@ -39,6 +39,7 @@ slopes = np.linspace(0.05, 0.2, 4, dtype=np.float32)
 table = RNG.normal(size=(4, 1024)).astype(np.float32)
 bias = RNG.normal(size=(300, 300)).astype(np.float16)
 planes = RNG.normal(size=(2, 210, 208)).astype(np.float16)  # rows of whole 16 bytes
+wide_planes = planes[:, :208].astype(np.float32)  # whole groups of eight rows
 buckets = RNG.normal(size=(4, 12)).astype(np.float32)
 plane = RNG.normal(size=(210, 204)).astype(np.float32)
 document = np.sort(RNG.integers(0, 3, (2, 512)).astype(np.int32), axis=1)
@@ -112,6 +113,10 @@ def of_planes(s, b, h, q, k):
     return s + planes[h // 2, q, k] * slopes[h]
 
 
+def of_wide_planes(s, b, h, q, k):
+    return s + wide_planes[h // 2, q, k]
+
+
 def of_plane(s, b, h, q, k):
     return s + plane[q, k]
 
@@ -133,6 +138,7 @@ CAPTURED = {
     relative_and_keys: {"table": table, "bias": bias},
     biased: {"bias": bias},
     of_planes: {"planes": planes, "slopes": slopes},
+    of_wide_planes: {"wide_planes": wide_planes},
     of_plane: {"plane": plane},
     capped: {"slopes": slopes},
 }
@@ -213,6 +219,7 @@ HOPPER_CASES = {
     "softcap 96": (problem(130, 130, 96, dilated, softcap=3.0), None),
     "sinks 64": (problem(100, 130, 64, sinks=True, causal=True), None),
     "planes 64": (problem(200, 207, 64, late, of_planes), of_planes),
+    "wide planes 64": (problem(200, 207, 64, late, of_wide_planes), of_wide_planes),
     "plane 128": (problem(130, 200, 128, None, of_plane), of_plane),
     "bounded 64": (problem(130, 200, 64, late, bounded, sinks=True), bounded),
     "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
@@ -367,6 +374,7 @@ SEEDED = {
     "causal": (problem(130, 130, 64, causal, alibi, sinks=True), alibi),
     "called": (problem(130, 130, 64, dilated, alibi, sinks=True), alibi),
     "planes": (problem(128, 128, 64, None, of_planes), of_planes),  # a bias that comes by TMA
+    "interleaved": (problem(128, 128, 64, None, of_wide_planes), of_wide_planes),
     "table": (problem(128, 128, 64, None, relative), relative),  # which another warp reads
     "steep": (problem(130, 300, 64, None, steep), steep),  # ALiBi in the scores' product
     "chunked": (problem(130, 200, 64, chunked), None),
@@ -402,6 +410,11 @@ FORWARD_FAULTS = {
         "row = it.own.start + 64 * g;",
         "row = it.own.start + (FAULT ? 64 - 64 * g : 64 * g);",
     ),
+    ("interleaved", "a bias' rows in their own order"): (
+        "row_of_eight % 4 * 2 + row_of_eight / 4",
+        "(FAULT ? row_of_eight : row_of_eight % 4 * 2 + row_of_eight / 4)",
+    ),
+    ("interleaved", "a bias' next eight rows"): ("row / 8, plane)", "row / 8 + FAULT, plane)"),
     ("table", "a table's element of another distance"): (
         "query - key - (BLOCK_K - 1) + n;",
         "query - key - (BLOCK_K - 1) + n + FAULT;",
@@ -449,7 +462,7 @@ FAULTY = {
 #: In `make test`: all of the forward, and one of the backward.
 SEEDED_RUNS = [
     *(("forward", *x) for x in FORWARD_FAULTS),
-    *(("forward", case, "") for case in ("causal", "planes", "table", "steep")),
+    *(("forward", case, "") for case in ("causal", "planes", "interleaved", "table", "steep")),
     ("backward", "falling", "another head's step"),
     *(thorough("backward", *x) for x in BACKWARD_FAULTS if x[1] != "another head's step"),
     *(thorough("backward", case, "") for case in ("chunked", "falling", "relative")),
