@@ -338,8 +338,8 @@ def attend(
     if qv is not None:
         if qv.shape != (*q.shape[:-1], v.shape[-1]):
             raise ShapeError(
-                "qv must have q's rows and heads, and v's head_dim, got (batch, heads, n, head_dim) "
-                f"of {tuple(qv.shape)}, beside q {tuple(q.shape)} and v {tuple(v.shape)}"
+                "qv must have q's rows and heads, and v's head_dim, got (batch, heads, n, "
+                f"head_dim) of {tuple(qv.shape)}, beside q {tuple(q.shape)} and v {tuple(v.shape)}"
             )
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
         q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)
