@@ -30,19 +30,19 @@ SUMS = f"{NUMBA}.hopper.key_gradients"
 SOFTMAX = f"{NUMBA}.tensor.softmax"
 FUNCTIONS = f"{NUMBA}.tensor.functions"
 INDENT = " " * 20  # of a visit's lines in the forward
-RAGGED = ("gpu/test_numba_hopper.py::test_kinds_of_scores", "-k", "128-rising")
+RAGGED = ("gpu/test_hopper.py::test_kinds_of_scores", "-k", "128-rising-python")
 #: One key: the weight of one more is as large as its own. Among hundreds it drowns in rounding.
 ONE_KEY = ("gpu/test_gpu_grid.py::test_shapes[python-hopper-64-full-1x1]",)
 #: Some rows see nothing of the last tile that their row tile visits.
-EMPTY_TILES = ("gpu/test_numba_hopper.py::test_features[more keys-64]",)
-CAUSAL = ("gpu/test_numba_hopper.py::test_features", "-k", "causal-64")
+EMPTY_TILES = ("gpu/test_hopper.py::test_features[more keys-64-python-hopper]",)
+CAUSAL = ("gpu/test_hopper.py::test_features", "-k", "causal-64-python")
 OF_MASKS = ("gpu/test_python_functions.py::test_masks", "-k", "documents and 64")
-VARLEN = ("gpu/test_numba_hopper.py::test_features", "-k", "varlen-64")
+VARLEN = ("gpu/test_hopper.py::test_features", "-k", "varlen-64-python")
 COUNTS = ("gpu/test_numba_hopper.py::test_counts_are_the_simulators", "-k", "ragged-ascending")
 BITS = ("gpu/test_numba_hopper.py::test_two_hundred_runs_give_the_same_bits", "-k", "64-False")
 DEFERRED = (
-    "gpu/test_numba_hopper.py::test_dq_of_a_visit_computed_in_the_next_one",
-    *("-k", "causal-64"),
+    "gpu/test_hopper.py::test_dq_of_a_visit_computed_in_the_next_one",
+    *("-k", "causal-64-python"),
 )
 #: A block's roles on a CPU, in an order drawn by lot: what on a GPU would show by luck.
 ROLES = ("backends/test_numba_barriers.py::test_every_role_finds_what_it_waits_for",)
@@ -316,7 +316,7 @@ def noticed(name: str) -> str:
                 env={**os.environ, "FLASHSIM_CACHE_DIR": cache},
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=120,
                 check=False,
             )
         except subprocess.TimeoutExpired:
