@@ -307,8 +307,9 @@ def check_within(rule: str, numbers: Tensor, size: int) -> None:
 
     Numbers on a GPU, and those that torch.compile or a mode of torch observes, are not read.
     """
-    seen = torch.compiler.is_compiling() or type(numbers) is not Tensor or not direct.unwatched()
-    if seen or not numbers.is_cpu or not numbers.numel():
+    if not numbers.is_cpu or torch.compiler.is_compiling() or not numbers.numel():
+        return
+    if type(numbers) is not Tensor or not direct.unwatched():
         return
     least, most = (int(n) for n in numbers.aminmax())
     if least < 0 or most >= size:

@@ -258,7 +258,7 @@ def _turned_and_appended(
     Without a causal mask and a window, all queries of a sequence have the same position.
     """
     k, v = cache.new_k, cache.new_v
-    leading = torch.broadcast_shapes(new_rows.sequence.shape, new_rows.number.shape)
+    leading = *new_rows.sequence.shape[:-1], *new_rows.number.shape
     for name, new, old in (("k", k, cache.k), ("v", v, cache.v)):
         if new is not None and new.shape != (*leading, *old.shape[2:]):
             raise ShapeError(
