@@ -12,14 +12,7 @@ from helpers import tensors
 from refusals import refusals, refused
 
 import flashsim
-from flashsim import (
-    BlockMask,
-    Device,
-    FlashSimError,
-    Problem,
-    Tiling,
-    UnknownArgumentError,
-)
+from flashsim import BlockMask, Device, FlashSimError, Problem, Tiling, UnknownArgumentError
 from flashsim.api.dispatch import BACKENDS
 from flashsim.api.inputs import Request
 

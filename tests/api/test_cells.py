@@ -4,30 +4,16 @@ import numpy as np
 import pytest
 
 import flashsim
-from flashsim import (
-    Device,
-    Problem,
-    Tiling,
-    banks,
-    blocks,
-    distributed,
-    exercises,
-    l2,
-    ladder,
-    load_sample,
-    predict,
-    roofline,
-)
 from flashsim.report import Table
 from flashsim.studies import demo
 
 RNG = np.random.default_rng(0)
 Q, K = RNG.standard_normal((1, 4, 48, 8)), RNG.standard_normal((1, 2, 48, 8))
-TILING = Tiling(16, 16)
-PROBLEM = Problem(256, head_dim=64, dtype="bfloat16")
+TILING = flashsim.Tiling(16, 16)
+PROBLEM = flashsim.Problem(256, head_dim=64, dtype="bfloat16")
 
 
-DELTA = exercises.get("delta")
+DELTA = flashsim.exercises.get("delta")
 
 
 def copied(machine):
@@ -52,26 +38,26 @@ RETURNED = {
     "Comparison": lambda: flashsim.compare(Q, K, K, dout=Q),
     "Sweep": lambda: flashsim.sweep([64, 128]),
     "Problem": lambda: PROBLEM,
-    "Device": lambda: Device.get("H100"),
+    "Device": lambda: flashsim.Device.get("H100"),
     "Tiling": lambda: TILING,
-    "Sample": load_sample,
+    "Sample": flashsim.load_sample,
     "RandomInputs": lambda: flashsim.random_inputs(PROBLEM),
-    "Climb": lambda: ladder.climb(64, 64, 16),
-    "Step": lambda: ladder.climb(64, 64, 16, rungs=["naive"]).steps["naive"],
-    "Roofline": lambda: roofline.roofline(flashsim.count(PROBLEM)),
-    "Point": lambda: roofline.roofline(flashsim.count(PROBLEM))["dram"],
-    "Table": lambda: roofline.ridge_points("H100"),
-    "Dram": lambda: l2.dram(flashsim.count(PROBLEM)),
-    "Curve": lambda: l2.curves(flashsim.count(PROBLEM))["forward"],
-    "Prediction": lambda: predict.predict(PROBLEM),
-    "Account": lambda: distributed.count(PROBLEM, ranks=2),
-    "SpreadTime": lambda: predict.spread(PROBLEM, ranks=2),
-    "Spread": lambda: distributed.run(Q, K, K, ranks=2, tiling=TILING),
-    "SpreadGradients": lambda: distributed.run(Q, K, K, ranks=2).backward(Q),
+    "Climb": lambda: flashsim.ladder.climb(64, 64, 16),
+    "Step": lambda: flashsim.ladder.climb(64, 64, 16, rungs=["naive"]).steps["naive"],
+    "Roofline": lambda: flashsim.roofline.roofline(flashsim.count(PROBLEM)),
+    "Point": lambda: flashsim.roofline.roofline(flashsim.count(PROBLEM))["dram"],
+    "Table": lambda: flashsim.roofline.ridge_points("H100"),
+    "Dram": lambda: flashsim.l2.dram(flashsim.count(PROBLEM)),
+    "Curve": lambda: flashsim.l2.curves(flashsim.count(PROBLEM))["forward"],
+    "Prediction": lambda: flashsim.predict.predict(PROBLEM),
+    "Account": lambda: flashsim.distributed.count(PROBLEM, ranks=2),
+    "SpreadTime": lambda: flashsim.predict.spread(PROBLEM, ranks=2),
+    "Spread": lambda: flashsim.distributed.run(Q, K, K, ranks=2, tiling=TILING),
+    "SpreadGradients": lambda: flashsim.distributed.run(Q, K, K, ranks=2).backward(Q),
     "OwnResult": lambda: flashsim.simulate(copied, Q, Q, Q),
-    "BlockSizes": lambda: blocks.sizes(PROBLEM),
-    "Marks": lambda: exercises.grade(DELTA.solution_source, DELTA)[0],
-    "Access": lambda: banks.access("column", "padded"),
+    "BlockSizes": lambda: flashsim.blocks.sizes(PROBLEM),
+    "Marks": lambda: flashsim.exercises.grade(DELTA.solution_source, DELTA)[0],
+    "Access": lambda: flashsim.banks.access("column", "padded"),
     "DemoLayer": lambda: demo.DemoLayer(
         "layer0", flashsim.compare(Q, K, K), {"flash2": 1e-4}, []
     ),

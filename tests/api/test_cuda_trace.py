@@ -22,11 +22,7 @@ SIMULATED = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
 
 def child(*command, environment=SIMULATED):
     return subprocess.run(
-        [sys.executable, *command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240
     )
 
 
@@ -111,10 +107,7 @@ def test_blocks_that_store_one_element(facts):
     ("case", "pattern"),
     [
         ("one line", r"^UnsupportedError: line {a, b = cuda.shared} of .*two shared arrays"),
-        (
-            "shuffles",
-            r"^UnsupportedError: line {x\[0\] = cuda.shfl_sync} of .*simulator lacks",
-        ),
+        ("shuffles", r"^UnsupportedError: line {x\[0\] = cuda.shfl_sync} of .*simulator lacks"),
         ("divides", r"^ValueError: .*line {x\[i\] = math.log} of .*flashsim.cuda.trace"),
         ("slices", r"^UnsupportedError|.*one element at a time"),
         ("list", r"^DTypeError: argument 0 must be an array or a number, got \[1.0\]"),

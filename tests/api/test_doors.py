@@ -151,11 +151,7 @@ TAKES = {
         "None": "bias mask block_mask cu_seqlens_q cu_seqlens_k tiling",
     },
     numba: {"None": "micro_kernel"},
-    backward: {
-        NOTHING: "dout",
-        "None": "tiling",
-        f"None {FLAGS}": "deterministic trace",
-    },
+    backward: {NOTHING: "dout", "None": "tiling", f"None {FLAGS}": "deterministic trace"},
     flashsim.count: {
         NOTHING: "problem algorithm direction device key_order level",
         "None": "tiling l2 splits cache_seqlens shared_prefix",
@@ -190,20 +186,13 @@ TAKES = {
         "None type function": "mask",
     },
     Tiling: {INTS: "block_q block_k"},
-    Tiling.preset: {
-        NOTHING: "name",
-        INTS: "head_dim",
-        FLAGS: "causal",
-    },
+    Tiling.preset: {NOTHING: "name", INTS: "head_dim", FLAGS: "causal"},
     Tiling.fit: {NOTHING: "problem device algorithm direction"},
     T.clip: {NOTHING: "problem"},
     T.buffers: {NOTHING: "problem algorithm"},
     T.footprint: {NOTHING: "direction"},
     T.check: {NOTHING: "device"},
-    Schedule: {
-        NOTHING: "problem tiling outer key_order",
-        FLAGS: "dense",
-    },
+    Schedule: {NOTHING: "problem tiling outer key_order", FLAGS: "dense"},
     device: {
         "'' 'x' '64' lone-surrogate": "name source link",
         INTS: "sram_bytes sram_per_sm registers_per_sm sm_count l2_bytes hbm_bytes l2_partitions",
@@ -216,17 +205,11 @@ TAKES = {
     Device.get("H100").with_sram: {INTS: "sram_bytes"},
     Device.get("H100").peak: {NOTHING: "dtype"},
     Device.get("H100").ridge: {NOTHING: "dtype"},
-    BlockMask: {
-        NOTHING: "grid",
-        INTS: "block_q block_k",
-    },
+    BlockMask: {NOTHING: "grid", INTS: "block_q block_k"},
     Trace.load: {NOTHING: "path"},
     flashsim.load_sample: {NOTHING: "name"},
     flashsim.load_sample_trace: {NOTHING: "name"},
-    flashsim.random_inputs: {
-        NOTHING: "problem",
-        SEEDS: "seed",
-    },
+    flashsim.random_inputs: {NOTHING: "problem", SEEDS: "seed"},
     COUNTED.bytes: {"None": "op tensor"},
     COUNTED.flops: {"None": "kind"},
     COUNTED.on_chip: {"None": "op"},
@@ -237,14 +220,8 @@ TAKES = {
         FLAGS: "flush",
         SEEDS: "seed",
     },
-    l2.dram: {
-        NOTHING: "requested",
-        "None": "model",
-    },
-    l2.curves: {
-        NOTHING: "requested",
-        "None": "model",
-    },
+    l2.dram: {NOTHING: "requested", "None": "model"},
+    l2.curves: {NOTHING: "requested", "None": "model"},
     ladder.climb: {
         INTS: "n_q head_dim",
         f"None {INTS}": "n_kv",
@@ -267,11 +244,7 @@ TAKES = {
         f"None {FLAGS}": "pack_gqa",
     },
     reproduce.tables: {NOTHING: "name"},
-    verify.verify: {
-        "[] ()": "passes",
-        "'' 'x' '64' lone-surrogate": "title",
-        "None": "l2",
-    },
+    verify.verify: {"[] ()": "passes", "'' 'x' '64' lone-surrogate": "title", "None": "l2"},
 }
 
 #: What the other parameters are.
@@ -292,10 +265,7 @@ OTHERS = {
     ladder.climb: {"n_q": 8, "n_kv": 8, "head_dim": 16, "rungs": ["naive"]},
     roofline.roofline: {"counted": COUNTED},
     roofline.textbook_bytes: {"problem": P, "algorithm": "flash2"},
-    predict.predict: {
-        "problem": Problem(64, head_dim=64, dtype="float16"),
-        "kernels": "portable",
-    },
+    predict.predict: {"problem": Problem(64, head_dim=64, dtype="float16"), "kernels": "portable"},
     verify.verify: {"passes": [], "title": "none"},
 }
 

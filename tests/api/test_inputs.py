@@ -7,12 +7,7 @@ import pytest
 from refusals import refusals, refused
 
 import flashsim
-from flashsim import (
-    DTypeError,
-    OptionError,
-    Problem,
-    UnknownArgumentError,
-)
+from flashsim import DTypeError, OptionError, Problem, UnknownArgumentError
 from flashsim.api.arrays import check_finite, check_like
 from flashsim.api.inputs import Request, prepare
 from flashsim.errors import SYNONYMS

@@ -11,14 +11,7 @@ from matplotlib import pyplot as plt
 from refusals import refusals, refused
 
 import flashsim
-from flashsim import (
-    MemoryModelError,
-    OptionError,
-    Tiling,
-    TraceError,
-    UnsupportedError,
-    viz,
-)
+from flashsim import MemoryModelError, OptionError, Tiling, TraceError, UnsupportedError, viz
 from flashsim.algorithms import flash2
 from flashsim.problem import oracle
 from flashsim.trace.recording import Own
@@ -202,10 +195,7 @@ def test_saved_and_read_again(ran, tmp_path):
         ({"tensors": [["no te", 0], ["temp", 0]]}, "must be a list [name, axis]"),
         ({"tensors": [["note", 0]]}, "'tensor' has unknown names: 'temp'"),
         ({"tensors": [[f"n{i}", 0] for i in range(65)]}, "at most 64 tensors, got 65"),
-        (
-            {"compulsory": -1},
-            "'compulsory' and 'workspace' must be from 0 to 2**62 - 1, got -1",
-        ),
+        ({"compulsory": -1}, "'compulsory' and 'workspace' must be from 0 to 2**62 - 1, got -1"),
         ({"workspace": 1.5}, "in own, 'workspace' must be an integer, got 1.5"),
         ({"stage": {"outer": "columns"}}, "a stage of your own algorithm must have"),
         ({"stage": {"name": "n" * 61}}, "a stage of your own algorithm must have"),

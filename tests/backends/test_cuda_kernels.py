@@ -35,9 +35,7 @@ PROBLEMS = {
     "fp16 256": Problem(512, 512, 256, heads=2, dtype="float16", causal=True),
     "fp16 odd": Problem(500, 500, 80, 40, **ODD),
     "blocks": Problem(
-        *(256, 256, 96),
-        dtype="bfloat16",
-        block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128),
+        *(256, 256, 96), dtype="bfloat16", block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128)
     ),
     "fp32 64": Problem(512, 512, 64, heads=2, dtype="float32", causal=True, softcap=1.0),
     "fp32 256": Problem(512, 512, 256, heads=2, dtype="float32"),

@@ -21,10 +21,7 @@ from cupy_checks import FEATURES, budget, check_lse, hardware_tanh, make, option
 from test_cuda_kernels import H200
 
 COMPILED = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
-pytestmark = [
-    COMPILED,
-    pytest.mark.promise("three counts equal", "twice plain attention's error"),
-]
+pytestmark = [COMPILED, pytest.mark.promise("three counts equal", "twice plain attention's error")]
 FORWARD = Tiling(32, 64)
 TILINGS = FORWARD, Tiling(64, 32)
 SMALL = replace(H200, l2_bytes=28 << 10, multiprocessors=1)
@@ -46,13 +43,7 @@ def emulated(machine, family, problem, x, algorithm, key_order, gpu, tilings):
 
 
 def compare(
-    machine,
-    family,
-    problem,
-    algorithm="flash2",
-    key_order="ascending",
-    gpu=H200,
-    tilings=TILINGS,
+    machine, family, problem, algorithm="flash2", key_order="ascending", gpu=H200, tilings=TILINGS
 ):
     """Every result within the budget of its type, every event the simulator's."""
     p, x = problem, make(problem)

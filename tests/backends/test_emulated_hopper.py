@@ -55,10 +55,7 @@ ALIKE = {
     "carried 128": (Tiling(64, 128), Problem(150, 200, 128, **GROUP)),
     "80 rows": (Tiling(80, 128), Problem(210, 150, 80, **GROUP)),
     "softcap": (Tiling(64, 128), Problem(100, 100, 96, dtype="bfloat16", softcap=5.0)),
-    "varlen": (
-        Tiling(128, 128),
-        Problem(170, 200, 64, dtype="float16", causal=True, **VARLEN),
-    ),
+    "varlen": (Tiling(128, 128), Problem(170, 200, 64, dtype="float16", causal=True, **VARLEN)),
 }
 
 
@@ -156,10 +153,7 @@ FAULTS_OF_SHARES = {
         "a.shares[it.outer * 4 + g]",
         "a.shares[it.outer * 4 + (FAULT ? 0 : g)]",
     ),
-    "no mask at the end": (
-        "|| v >= share.full_stop;",
-        "|| (!FAULT && v >= share.full_stop);",
-    ),
+    "no mask at the end": ("|| v >= share.full_stop;", "|| (!FAULT && v >= share.full_stop);"),
     "no mask at the start": (
         "found.masked = v < share.full_first ||",
         "found.masked = (!FAULT && v < share.full_first) ||",

@@ -47,53 +47,34 @@ segment = np.sort(RNG.integers(0, 9, 512).astype(np.int16))
 of_keys = segment + 1
 lengths = np.array([100, 3])
 
-
-def causal(b, h, q, k):
-    return q >= k
-
-
-def documents(b, h, q, k):
-    return (q >= k) & (document[b, q] == document[b, k])
-
-
-def dilated(b, h, q, k):  # and rows and columns of tiles without a score
-    return ((q - k) % 7 != 3) & (k // 64 != 1)
-
-
-def late(b, h, q, k):  # the first rows see no key
-    return k + 40 <= q
-
-
-def prefixes(b, h, q, k):
-    return (k < lengths[b]) | (q >= k)
-
-
-def padded(b, h, q, k):  # a key past the length is kept by no query, without any last query
-    return (k < 30 + lengths[b]) & (q >= k)
-
-
-def chunked(b, h, q, k):
-    return (q // 70 == k // 70) & (q >= k)
-
-
-def segments(b, h, q, k):  # other numbers for keys; those of the first queries have no key
-    return segment[q] == of_keys[k]
-
-
-def alibi(s, b, h, q, k):
-    return s + slopes[h] * (k - q)
-
-
-def steep(s, b, h, q, k):
-    return s + 7.77 * slopes[h] * (k - q)
-
-
-def falling(s, b, h, q, k):  # another step per head, and one that no 16-bit number holds
-    return s - (q - 2 * k + 7) * 0.3 * slopes[h] * (h - 1)
-
-
-def relative(s, b, h, q, k):
-    return s + table[h, q - k + 512]
+#: Masks and scores.
+F = SimpleNamespace(
+    causal=lambda b, h, q, k: q >= k,
+    documents=lambda b, h, q, k: (q >= k) & (document[b, q] == document[b, k]),
+    # and rows and columns of tiles without a score
+    dilated=lambda b, h, q, k: ((q - k) % 7 != 3) & (k // 64 != 1),
+    late=lambda b, h, q, k: k + 40 <= q,  # the first rows see no key
+    prefixes=lambda b, h, q, k: (k < lengths[b]) | (q >= k),
+    # a key past the length is kept by no query, without any last query
+    padded=lambda b, h, q, k: (k < 30 + lengths[b]) & (q >= k),
+    chunked=lambda b, h, q, k: (q // 70 == k // 70) & (q >= k),
+    # other numbers for keys; those of the first queries have no key
+    segments=lambda b, h, q, k: segment[q] == of_keys[k],
+    alibi=lambda s, b, h, q, k: s + slopes[h] * (k - q),
+    steep=lambda s, b, h, q, k: s + 7.77 * slopes[h] * (k - q),
+    # another step per head, and one that no 16-bit number holds
+    falling=lambda s, b, h, q, k: s - (q - 2 * k + 7) * 0.3 * slopes[h] * (h - 1),
+    relative=lambda s, b, h, q, k: s + table[h, q - k + 512],
+    # an element that comes ahead, and one that does not
+    relative_and_keys=lambda s, b, h, q, k: s + table[h, q - k + 512] + bias[0, k],
+    biased=lambda s, b, h, q, k: s + bias[q, k],
+    of_planes=lambda s, b, h, q, k: s + planes[h // 2, q, k] * slopes[h],
+    of_wide_planes=lambda s, b, h, q, k: s + wide_planes[h // 2, q, k],
+    of_plane=lambda s, b, h, q, k: s + plane[q, k],
+    capped=lambda s, b, h, q, k: 3 * np.tanh(s / 3) * (1 + slopes[h]),
+    decaying=lambda s, b, h, q, k: s * np.exp(k - q),  # beyond float32 at keys after the query
+    bounded=lambda s, b, h, q, k: 40 * np.tanh(s / 40) - np.minimum(np.abs(k - q), 9),
+)
 
 
 def bucketed(s, b, h, q, k):  # as T5 does, and ALiBi without a causal mask
@@ -101,46 +82,18 @@ def bucketed(s, b, h, q, k):  # as T5 does, and ALiBi without a causal mask
     return s + buckets[h, bucket] - 0.02 * np.abs(k - q)
 
 
-def relative_and_keys(s, b, h, q, k):  # an element that comes ahead, and one that does not
-    return s + table[h, q - k + 512] + bias[0, k]
-
-
-def biased(s, b, h, q, k):
-    return s + bias[q, k]
-
-
-def of_planes(s, b, h, q, k):
-    return s + planes[h // 2, q, k] * slopes[h]
-
-
-def of_wide_planes(s, b, h, q, k):
-    return s + wide_planes[h // 2, q, k]
-
-
-def of_plane(s, b, h, q, k):
-    return s + plane[q, k]
-
-
-def capped(s, b, h, q, k):
-    return 3 * np.tanh(s / 3) * (1 + slopes[h])
-
-
-def bounded(s, b, h, q, k):
-    return 40 * np.tanh(s / 40) - np.minimum(np.abs(k - q), 9)
-
-
 CAPTURED = {
-    alibi: {"slopes": slopes},
-    falling: {"slopes": slopes},
-    steep: {"slopes": slopes},
-    relative: {"table": table},
+    F.alibi: {"slopes": slopes},
+    F.falling: {"slopes": slopes},
+    F.steep: {"slopes": slopes},
+    F.relative: {"table": table},
     bucketed: {"buckets": buckets},
-    relative_and_keys: {"table": table, "bias": bias},
-    biased: {"bias": bias},
-    of_planes: {"planes": planes, "slopes": slopes},
-    of_wide_planes: {"wide_planes": wide_planes},
-    of_plane: {"plane": plane},
-    capped: {"slopes": slopes},
+    F.relative_and_keys: {"table": table, "bias": bias},
+    F.biased: {"bias": bias},
+    F.of_planes: {"planes": planes, "slopes": slopes},
+    F.of_wide_planes: {"wide_planes": wide_planes},
+    F.of_plane: {"plane": plane},
+    F.capped: {"slopes": slopes},
 }
 SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
 
@@ -151,6 +104,10 @@ def problem(n_q, n_kv, d, mask=None, score=None, **more):
     wanted = tuple(CAPTURED.get(score, {}))
     functions = {"mask_mod": mask, "score_mod": score, "score_grads": wanted}
     return Problem(n_q, n_kv, d, **functions, **given)
+
+
+def case(n_q, n_kv, d, mask=None, score=None, **more):
+    return problem(n_q, n_kv, d, mask, score, **more), score
 
 
 def forward(p, score, family, machine=test_emulated.HOPPER):
@@ -167,7 +124,7 @@ def forward(p, score, family, machine=test_emulated.HOPPER):
     )
     got = arrays["o"][..., : p.head_dim_v].astype(np.float64)
     assert np.abs(got - true).max() <= budget(true, rough, p)
-    tanh = hardware_tanh(p) or (score in (capped, bounded) and p.dtype == "bfloat16")
+    tanh = hardware_tanh(p) or (score in (F.capped, F.bounded) and p.dtype == "bfloat16")
     check_lse(arrays["lse"], lse, rough_lse if tanh else lse)
     return x, arrays, held
 
@@ -192,38 +149,38 @@ def compare(p, score, family, algorithm, machine=test_emulated.HOPPER):
 PACKED = {"cu_seqlens_q": (0, 70, 71, 170), "cu_seqlens_k": (0, 100, 103, 200)}
 PAIR = {"heads": 2, "kv_heads": 1}
 HOPPER_CASES = {
-    "causal 64": (problem(150, 200, 64, causal), None),
-    "alibi 64": (problem(150, 200, 64, causal, alibi, batch=2), alibi),
-    "falling 64": (problem(200, 250, 64, late, falling, sinks=True), falling),
-    "prefixes 64": (problem(200, 250, 64, prefixes, batch=2), None),
-    "padded 128": (problem(200, 250, 128, padded, batch=2), None),
-    "chunked 128": (problem(200, 250, 128, chunked, alibi), alibi),
-    "segments 192": (problem(200, 250, 192, segments), None),
-    "segments packed 64": (problem(170, 200, 64, segments, relative, **PACKED), relative),
-    "falling 128": (problem(150, 400, 128, None, falling), falling),
-    "alibi packed 64": (problem(170, 200, 64, None, alibi, **PACKED), alibi),
-    "alibi dilated 64": (problem(200, 300, 64, dilated, alibi, causal=True), alibi),
-    "relative 128": (problem(150, 200, 128, None, relative), relative),
-    "relative 96": (problem(300, 400, 96, None, relative, **PAIR), relative),  # 192 + 112 distances
-    "bucketed 64": (problem(150, 300, 64, None, bucketed, sinks=True), bucketed),
-    "bucketed fp16": (problem(200, 130, 128, late, bucketed, dtype="float16"), bucketed),
-    "bucketed packed 128": (problem(170, 200, 128, causal, bucketed, **PACKED), bucketed),
-    "bucketed 256": (problem(130, 130, 256, None, bucketed), bucketed),
-    "relative 192": (problem(300, 400, 192, None, relative), relative),
-    "relative and keys 64": (problem(150, 200, 64, None, relative_and_keys), relative_and_keys),
-    "documents 128": (problem(300, 300, 128, documents, batch=2, **PAIR), None),
-    "dilated 32": (problem(200, 200, 32, dilated, alibi), alibi),
-    "late 64": (problem(200, 250, 64, late, biased), biased),
-    "capped 192": (problem(150, 200, 192, causal, capped), capped),
-    "documents 192": (problem(200, 200, 192, documents), None),
-    "softcap 96": (problem(130, 130, 96, dilated, softcap=3.0), None),
-    "sinks 64": (problem(100, 130, 64, sinks=True, causal=True), None),
-    "planes 64": (problem(200, 207, 64, late, of_planes), of_planes),
-    "wide planes 64": (problem(200, 207, 64, late, of_wide_planes), of_wide_planes),
-    "plane 128": (problem(130, 200, 128, None, of_plane), of_plane),
-    "bounded 64": (problem(130, 200, 64, late, bounded, sinks=True), bounded),
-    "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
-    "packed 128": (problem(170, 200, 128, dilated, **PACKED), None),
+    "causal 64": case(150, 200, 64, F.causal),
+    "alibi 64": case(150, 200, 64, F.causal, F.alibi, batch=2),
+    "falling 64": case(200, 250, 64, F.late, F.falling, sinks=True),
+    "prefixes 64": case(200, 250, 64, F.prefixes, batch=2),
+    "padded 128": case(200, 250, 128, F.padded, batch=2),
+    "chunked 128": case(200, 250, 128, F.chunked, F.alibi),
+    "segments 192": case(200, 250, 192, F.segments),
+    "segments packed 64": case(170, 200, 64, F.segments, F.relative, **PACKED),
+    "falling 128": case(150, 400, 128, None, F.falling),
+    "alibi packed 64": case(170, 200, 64, None, F.alibi, **PACKED),
+    "alibi dilated 64": case(200, 300, 64, F.dilated, F.alibi, causal=True),
+    "relative 128": case(150, 200, 128, None, F.relative),
+    "relative 96": case(300, 400, 96, None, F.relative, **PAIR),  # 192 + 112 distances
+    "bucketed 64": case(150, 300, 64, None, bucketed, sinks=True),
+    "bucketed fp16": case(200, 130, 128, F.late, bucketed, dtype="float16"),
+    "bucketed packed 128": case(170, 200, 128, F.causal, bucketed, **PACKED),
+    "bucketed 256": case(130, 130, 256, None, bucketed),
+    "relative 192": case(300, 400, 192, None, F.relative),
+    "relative and keys 64": case(150, 200, 64, None, F.relative_and_keys),
+    "documents 128": case(300, 300, 128, F.documents, batch=2, **PAIR),
+    "dilated 32": case(200, 200, 32, F.dilated, F.alibi),
+    "late 64": case(200, 250, 64, F.late, F.biased),
+    "capped 192": case(150, 200, 192, F.causal, F.capped),
+    "documents 192": case(200, 200, 192, F.documents),
+    "softcap 96": case(130, 130, 96, F.dilated, softcap=3.0),
+    "sinks 64": case(100, 130, 64, sinks=True, causal=True),
+    "planes 64": case(200, 207, 64, F.late, F.of_planes),
+    "wide planes 64": case(200, 207, 64, F.late, F.of_wide_planes),
+    "plane 128": case(130, 200, 128, None, F.of_plane),
+    "bounded 64": case(130, 200, 64, F.late, F.bounded, sinks=True),
+    "packed 64": case(170, 200, 64, F.causal, F.relative, **PACKED),
+    "packed 128": case(170, 200, 128, F.dilated, **PACKED),
 }
 OFTEN = (
     "alibi 64",
@@ -307,49 +264,23 @@ temperature = np.array([0.5, 1, 2, 0.3], np.float32)
 open_keys = RNG.random(200) < 0.5
 
 
-def with_gaps(s, b, h, q, k):
-    return s + gaps[h, q - k + 512]
-
-
-def with_holes(s, b, h, q, k):
-    return (s + holes[q, k]) * temperature[h]
-
-
-def of_open_keys(s, b, h, q, k):
-    return s + np.log(open_keys[k])
-
-
-def divided(s, b, h, q, k):
-    return np.where(k <= q, s / (q - k + 1.0), -np.inf)
-
-
-def to_the_last_query(s, b, h, q, k):
-    return s + np.log(150.0 - q)
-
-
-def to_the_last_key(s, b, h, q, k):
-    return s * np.log(200.0 - k)
-
-
-def decaying(s, b, h, q, k):  # beyond float32 at keys after the query
-    return s * np.exp(k - q)
-
-
-def growing(s, b, h, q, k):  # beyond float32 past the last key
-    return s * np.exp(2.0 * (k - 199))
-
-
-def roots(s, b, h, q, k):
-    return s - 1e-6 * np.log(abs(s)) + 0.1 * np.maximum(s, 0.0) ** 1.5
-
+INFINITE = dict(
+    with_gaps=lambda s, b, h, q, k: s + gaps[h, q - k + 512],
+    with_holes=lambda s, b, h, q, k: (s + holes[q, k]) * temperature[h],
+    of_open_keys=lambda s, b, h, q, k: s + np.log(open_keys[k]),
+    divided=lambda s, b, h, q, k: np.where(k <= q, s / (q - k + 1.0), -np.inf),
+    to_the_last_query=lambda s, b, h, q, k: s + np.log(150.0 - q),
+    to_the_last_key=lambda s, b, h, q, k: s * np.log(200.0 - k),
+    growing=lambda s, b, h, q, k: s * np.exp(2.0 * (k - 199)),  # beyond float32 past the last key
+    roots=lambda s, b, h, q, k: s - 1e-6 * np.log(abs(s)) + 0.1 * np.maximum(s, 0.0) ** 1.5,
+)
+vars(F).update(INFINITE)
 
 CAPTURED |= {
-    with_gaps: {"gaps": gaps},
-    with_holes: {"holes": holes, "temperature": temperature},
-    of_open_keys: {"open_keys": open_keys},  # without a gradient
+    F.with_gaps: {"gaps": gaps},
+    F.with_holes: {"holes": holes, "temperature": temperature},
+    F.of_open_keys: {"open_keys": open_keys},  # without a gradient
 }
-INFINITE = (with_gaps, with_holes, of_open_keys, divided, to_the_last_query, to_the_last_key)
-INFINITE += (growing, roots)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +293,7 @@ INFINITE += (growing, roots)
         thorough(PORTABLE, "flash2", 64),
     ],
 )
-@pytest.mark.parametrize("score", INFINITE)
+@pytest.mark.parametrize("score", INFINITE.values(), ids=INFINITE)
 def test_infinite_scores(score, family, algorithm, d):
     wanted = tuple(n for n, x in CAPTURED.get(score, {}).items() if x.dtype != bool)
     p = replace(problem(150, 200, d), score_mod=score, score_grads=wanted)
@@ -371,15 +302,15 @@ def test_infinite_scores(score, family, algorithm, d):
 
 #: What is run with and without faults.
 SEEDED = {
-    "causal": (problem(130, 130, 64, causal, alibi, sinks=True), alibi),
-    "called": (problem(130, 130, 64, dilated, alibi, sinks=True), alibi),
-    "planes": (problem(128, 128, 64, None, of_planes), of_planes),  # a bias that comes by TMA
-    "interleaved": (problem(128, 128, 64, None, of_wide_planes), of_wide_planes),
-    "table": (problem(128, 128, 64, None, relative), relative),  # which another warp reads
-    "steep": (problem(130, 300, 64, None, steep), steep),  # ALiBi in the scores' product
-    "chunked": (problem(130, 200, 64, chunked), None),
-    "falling": (problem(130, 200, 64, late, falling), falling),
-    "relative": (problem(130, 200, 64, None, relative), relative),
+    "causal": case(130, 130, 64, F.causal, F.alibi, sinks=True),
+    "called": case(130, 130, 64, F.dilated, F.alibi, sinks=True),
+    "planes": case(128, 128, 64, None, F.of_planes),  # a bias that comes by TMA
+    "interleaved": case(128, 128, 64, None, F.of_wide_planes),
+    "table": case(128, 128, 64, None, F.relative),  # which another warp reads
+    "steep": case(130, 300, 64, None, F.steep),  # ALiBi in the scores' product
+    "chunked": case(130, 200, 64, F.chunked),
+    "falling": case(130, 200, 64, F.late, F.falling),
+    "relative": case(130, 200, 64, None, F.relative),
 }
 FORWARD_FAULTS = {
     ("causal", "a range that ends a key too late"): (
@@ -484,14 +415,14 @@ def test_faults_are_caught(direction, case, fault):
 
 
 PORTABLE_CASES = {
-    "alibi 64": (problem(150, 200, 64, causal, alibi, batch=2), alibi),
-    "relative 128": (problem(150, 200, 128, None, relative), relative),
-    "softcap 128": (problem(300, 300, 128, documents, batch=2, softcap=3.0), None),
-    "float32": (problem(100, 130, 64, dilated, capped, dtype="float32"), capped),
-    "late float32": (problem(100, 130, 32, late, biased, dtype="float32"), biased),
-    "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
-    "packed float32": (problem(170, 200, 32, late, biased, dtype="float32", **PACKED), biased),
-    "sinks float32": (problem(100, 130, 64, sinks=True, causal=True, dtype="float32"), None),
+    "alibi 64": case(150, 200, 64, F.causal, F.alibi, batch=2),
+    "relative 128": case(150, 200, 128, None, F.relative),
+    "softcap 128": case(300, 300, 128, F.documents, batch=2, softcap=3.0),
+    "float32": case(100, 130, 64, F.dilated, F.capped, dtype="float32"),
+    "late float32": case(100, 130, 32, F.late, F.biased, dtype="float32"),
+    "packed 64": case(170, 200, 64, F.causal, F.relative, **PACKED),
+    "packed float32": case(170, 200, 32, F.late, F.biased, dtype="float32", **PACKED),
+    "sinks float32": case(100, 130, 64, sinks=True, causal=True, dtype="float32"),
 }
 
 
@@ -505,9 +436,9 @@ def test_portable_kernels(name, algorithm):
 
 
 DECODE_CASES = {
-    "documents, alibi": (problem(3, 300, 64, documents, alibi, batch=2), alibi),
-    "late, biased": (problem(17, 280, 64, late, biased), biased),
-    "sinks": (problem(2, 200, 128, None, relative, sinks=True), relative),
+    "documents, alibi": case(3, 300, 64, F.documents, F.alibi, batch=2),
+    "late, biased": case(17, 280, 64, F.late, F.biased),
+    "sinks": case(2, 200, 128, None, F.relative, sinks=True),
 }
 
 
@@ -541,13 +472,13 @@ def test_a_causal_function_has_the_spans_of_the_named_mask(n, by, key_order):
     outer = "queries" if by == "row" else "keys"
     spans = [
         lower(Schedule(p, Tiling(64, 64), outer, key_order), by).spans
-        for p in (Problem(n, n, 64, mask_mod=causal), Problem(n, n, 64, causal=True))
+        for p in (Problem(n, n, 64, mask_mod=F.causal), Problem(n, n, 64, causal=True))
     ]
     np.testing.assert_array_equal(*spans)
 
 
 def test_spans_cover_the_tiles_of_a_list_or_there_are_none():
-    for mask, contiguous in ((documents, True), (late, True), (dilated, False)):
+    for mask, contiguous in ((F.documents, True), (F.late, True), (F.dilated, False)):
         for by, outer in (("row", "queries"), ("col", "keys")):
             schedule = Schedule(Problem(300, 300, 64, mask_mod=mask), Tiling(64, 32), outer)
             tables = lower(schedule, by)
@@ -569,41 +500,30 @@ large_table = np.zeros((16, 8192), np.float32)
 large_document = np.zeros(4096, np.int32)
 
 
-def large_relative(s, b, h, q, k):
-    return s + large_table[h, q - k + 4096]
-
-
-def large_documents(b, h, q, k):
-    return (q >= k) & (large_document[q] == large_document[k])
-
-
 large_bias = np.zeros((4096, 4096), np.float32)
 
 
-def large_biased(s, b, h, q, k):
-    return s + large_bias[q, k]
-
-
-def large_alibi(s, b, h, q, k):
-    return s + large_table[h, 0] * (k - q)
-
-
+vars(F).update(
+    large_relative=lambda s, b, h, q, k: s + large_table[h, q - k + 4096],
+    large_documents=lambda b, h, q, k: (q >= k) & (large_document[q] == large_document[k]),
+    large_biased=lambda s, b, h, q, k: s + large_bias[q, k],
+    large_alibi=lambda s, b, h, q, k: s + large_table[h, 0] * (k - q),
+)
 #: Bytes that a thread may spill: (forward, backward). Functions that read an element per score have
 #: its address beside the score.
 VARIANTS = {
-    "causal": ((causal, None), (0, 48)),
-    "documents": ((large_documents, None), (160, 320)),
-    "alibi": ((causal, large_alibi), (64, 64)),
-    "table": ((causal, large_relative), (128, 240)),
-    "bias": ((None, large_biased), (64, 160)),
+    "causal": ((F.causal, None), (0, 48)),
+    "documents": ((F.large_documents, None), (160, 320)),
+    "alibi": ((F.causal, F.large_alibi), (64, 64)),
+    "table": ((F.causal, F.large_relative), (128, 240)),
+    "bias": ((None, F.large_biased), (64, 160)),
 }
 
 
 def kernels_of(name, d):
     (mask, score), _ = VARIANTS[name]
     p = Problem(
-        *(4096, 4096, d),
-        **{"mask_mod": mask, "score_mod": score, "dtype": "bfloat16", "heads": 16},
+        *(4096, 4096, d), **{"mask_mod": mask, "score_mod": score, "dtype": "bfloat16", "heads": 16}
     )
     passes = list(HOPPER.forward_passes(p, None, H200, "ascending", ""))
     grads = () if score is None else tuple(a.name for a in p.score_mod.arrays)
@@ -639,7 +559,7 @@ def test_kernels_are_sound_to_the_compilers_front_end(name, d):
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of the plain bfloat16 scores
 @pytest.mark.parametrize("algorithm", ["flash2-fused", thorough("flash2")])
 def test_infinite_slopes_of_masked_scores(algorithm):
-    compare(problem(150, 150, 64, causal, decaying), decaying, HOPPER, algorithm)
+    compare(problem(150, 150, 64, F.causal, F.decaying), F.decaying, HOPPER, algorithm)
 
 
 #: A kernel that calls a mask function.
@@ -682,7 +602,7 @@ def test_kernels_without_functions_are_compiled_as_before():
 
 
 def test_row_wise_kernels_are_not_compiled_again_for_a_function():
-    p = problem(300, 300, 64, causal, alibi)
+    p = problem(300, 300, 64, F.causal, F.alibi)
     plain = replace(p, mask_mod=None, score_mod=None, score_grads=())
     for one, other in (
         (a.kernel, b.kernel)
@@ -699,14 +619,14 @@ def test_row_wise_kernels_are_not_compiled_again_for_a_function():
 
 def test_the_text_of_a_function_does_not_depend_on_lengths():
     """So that other lengths find it in the cache on disk."""
-    texts = {functions_of(problem(n, n, 64, causal, alibi)).plain.text for n in (100, 300)}
+    texts = {functions_of(problem(n, n, 64, F.causal, F.alibi)).plain.text for n in (100, 300)}
     assert len(texts) == 1
 
 
 def test_an_index_that_stays_inside_its_array_is_not_checked():
-    inside = functions_of(problem(300, 300, 64, None, biased)).plain.text
-    outside = functions_of(problem(300, 300, 64, None, relative)).plain.text
-    beyond = functions_of(problem(600, 600, 64, None, relative)).plain.text
+    inside = functions_of(problem(300, 300, 64, None, F.biased)).plain.text
+    outside = functions_of(problem(300, 300, 64, None, F.relative)).plain.text
+    beyond = functions_of(problem(600, 600, 64, None, F.relative)).plain.text
     assert "min(" not in inside.rpartition("flash_score(")[2].partition("}")[0]
     assert "flash_wrap(v" not in outside
     assert "flash_wrap(v" in beyond
@@ -718,15 +638,15 @@ def of_reads(score, n=(150, 200), **more):
 
 
 def test_what_comes_by_tma_or_is_read_ahead():
-    tile, band = of_reads(of_planes)
+    tile, band = of_reads(F.of_planes)
     assert (tile.spec.name, tile.shape, band) == ("planes", (2, 210, 208), None)
-    assert of_reads(of_plane)[0].shape == (1, 210, 204)
-    assert of_reads(biased) == (None, None), "its rows are no multiples of 16 bytes"
-    assert of_reads(of_plane, (170, 200), **PACKED)[0] is None
-    assert of_reads(alibi) == (None, None)
-    _, band = of_reads(relative)
+    assert of_reads(F.of_plane)[0].shape == (1, 210, 204)
+    assert of_reads(F.biased) == (None, None), "its rows are no multiples of 16 bytes"
+    assert of_reads(F.of_plane, (170, 200), **PACKED)[0] is None
+    assert of_reads(F.alibi) == (None, None)
+    _, band = of_reads(F.relative)
     assert (band.sign, band.offset) == (1, 512)
-    assert of_reads(relative, (600, 600)) == (None, None), "some distances are outside"
+    assert of_reads(F.relative, (600, 600)) == (None, None), "some distances are outside"
     assert of_reads(lambda s, b, h, q, k: s + table[h, 300 - (q - k)])[1][1:] == (-1, 300)
     assert of_reads(lambda s, b, h, q, k: s + table[h, q + k]) == (None, None)
     assert of_reads(lambda s, b, h, q, k: s + table[h, k]) == (None, None)
@@ -736,8 +656,8 @@ def test_functions_that_are_linear_in_the_positions():
     def ramp(score, **more):
         return ramp_of(problem(150, 200, 64, None, score, **more))
 
-    assert ramp(alibi).steps == ramp(steep).steps == 1
-    assert (ramp(falling).steps, len(ramp(falling).factors)) == (2, 3)
+    assert ramp(F.alibi).steps == ramp(F.steep).steps == 1
+    assert (ramp(F.falling).steps, len(ramp(F.falling).factors)) == (2, 3)
     assert ramp(lambda s, b, h, q, k: 0.5 * (k + 3) + s).steps == 1
     for other in (
         lambda s, b, h, q, k: s + slopes[h] * np.abs(k - q),
@@ -749,9 +669,9 @@ def test_functions_that_are_linear_in_the_positions():
         lambda s, b, h, q, k: s + table[h, k] * (k - q),
     ):
         assert ramp(other) is None
-    assert ramp(alibi, dtype="float16") is None, "its exponents are too small for steps"
-    assert ramp(alibi, softcap=3.0) is None
-    assert ramp(alibi, scale=-0.1) is None
+    assert ramp(F.alibi, dtype="float16") is None, "its exponents are too small for steps"
+    assert ramp(F.alibi, softcap=3.0) is None
+    assert ramp(F.alibi, scale=-0.1) is None
 
 
 def test_scores_that_are_bounded_need_no_maximum():
@@ -760,24 +680,30 @@ def test_scores_that_are_bounded_need_no_maximum():
         return dict(HOPPER.forward_passes(p, None, H200, "ascending", "")[0].kernel.constants)
 
     assert constants(softcap=50.0)["FS_BOUNDED"]
-    assert constants(score_mod=bounded)["FS_BOUNDED"]
+    assert constants(score_mod=F.bounded)["FS_BOUNDED"]
     for more in ({}, {"softcap": 51.0}, {"softcap": 30.0, "dtype": "float16"}):
         assert "FS_BOUNDED" not in constants(**more)
-    assert "FS_BOUNDED" not in constants(score_mod=alibi, heads=4)
+    assert "FS_BOUNDED" not in constants(score_mod=F.alibi, heads=4)
 
 
 def test_functions_with_poles():
     """Also at a score of 0, and at positions past the last one, which tiles contain."""
     for score, poles in (
-        *((f, False) for f in (alibi, relative, bucketed, biased, capped, bounded, with_holes)),
-        *((f, True) for f in (of_open_keys, divided, to_the_last_query, to_the_last_key, roots)),
+        *(
+            (f, False)
+            for f in (F.alibi, F.relative, bucketed, F.biased, F.capped, F.bounded, F.with_holes)
+        ),
+        *(
+            (f, True)
+            for f in (F.of_open_keys, F.divided, F.to_the_last_query, F.to_the_last_key, F.roots)
+        ),
         (lambda s, b, h, q, k: s / np.sqrt(q + 1.0) * np.log(k + 2.0), False),
         (lambda s, b, h, q, k: s / (k - q - 0.5), True),
         (lambda s, b, h, q, k: s / (k + 0.5) % 3.0, False),
         (lambda s, b, h, q, k: slopes[h] * np.tanh(s / slopes[h]), False),
         (lambda s, b, h, q, k: s + np.log(700.0 - q), False),  # tiles are smaller
         (lambda s, b, h, q, k: abs(s) ** 1.5 + s**2, True),
-        *((f, True) for f in (decaying, growing)),
+        (F.decaying, True),
         (lambda s, b, h, q, k: s * 2.0 ** (0.1 * (k - q)) + np.exp2(-0.5 * abs(k - q)), False),
         (lambda s, b, h, q, k: s * 3.0 ** (k - q), True),
         (lambda s, b, h, q, k: s * np.exp(s - table[h, k]), False),
@@ -816,9 +742,9 @@ def test_integers_of_more_than_32_bits():
 
 
 def test_what_is_refused():
-    p = problem(300, 300, 64, causal)
+    p = problem(300, 300, 64, F.causal)
     with pytest.raises(UnsupportedError, match="do not support mask_mod"):
         HOPPER_FP8.forward_passes(p, None, H200, "ascending", "")
-    small = problem(100, 100, 64, None, alibi)
+    small = problem(100, 100, 64, None, F.alibi)
     with pytest.raises(UnsupportedError, match="and no softcap, score_mod"):
         HOPPER.backward_passes(small, None, H200, "ascending", "", "flash2-once")

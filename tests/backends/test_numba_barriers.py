@@ -17,20 +17,7 @@ import pytest
 pytest.importorskip("numba_cuda")
 
 from flashsim.backends.numba_gpu.hopper import backward, key_gradients, kv_outer
-from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    BASE,
-    COUNT,
-    END,
-    FIRST,
-    ITEM,
-    OUTER,
-    START,
-    STOP,
-    WALK,
-    KeysOutside,
-    OnChip,
-    Roles,
-)
+from flashsim.backends.numba_gpu.hopper import smem_layout as layout
 
 pytestmark = pytest.mark.promise("every barrier is needed")
 
@@ -145,10 +132,10 @@ class Cluster:
 
 def apart_of(at):
     """The bytes of a stage of each region; of dQ a warpgroup's, of one dO a chunk's."""
-    if isinstance(at, OnChip):
+    if isinstance(at, layout.OnChip):
         return {"q": at.q_bytes, "k": at.k_bytes, "v": at.v_bytes}
-    scores = at.ds_bytes if isinstance(at, KeysOutside) else at.scores_bytes
-    dout = at.block_q * 128 if isinstance(at, Roles) else at.query_bytes
+    scores = at.ds_bytes if isinstance(at, layout.KeysOutside) else at.scores_bytes
+    dout = at.block_q * 128 if isinstance(at, layout.Roles) else at.query_bytes
     return {
         **{"k": at.key_bytes, "v": at.key_bytes, "q": at.query_bytes, "dout": dout},
         **{"p": scores, "ds": scores, "dq": at.dq_bytes},
@@ -158,7 +145,7 @@ def apart_of(at):
 
 def roles_of(at):
     """A block's roles: name, and warpgroup (of senders: whose dQ they send)."""
-    senders = 1 if isinstance(at, Roles) else 2
+    senders = 1 if isinstance(at, layout.Roles) else 2
     counts = {"producer": 1, "statistics": 1, "sender": senders, "consumer": at.groups}
     return [(name, x) for name, count in counts.items() for x in range(count)]
 
@@ -385,10 +372,7 @@ def parts(block, half):
         visit = divmod(lse // 4, ROWS)
         return visit, visit
 
-    return {
-        "copy_tile": copy_tile,
-        "store_output": store_output,
-    }, {
+    return {"copy_tile": copy_tile, "store_output": store_output}, {
         "load_statistics": lambda n: statistics,
         "put_rows": lambda n: lambda address, rows: memory.update({block.where(address): rows}),
         "unit_of_starts": lambda start: lambda scale: 1.0,
@@ -516,11 +500,11 @@ def item_functions(block, counts, numbers):
 
     def take(shared, item):
         block.wait(full + 8 * (item & 1), item >> 1 & 1)
-        return at.items + (item & 1) * ITEM
+        return at.items + (item & 1) * layout.ITEM
 
     def write(a, slot, number):
-        fields = {WALK: number, COUNT: counts[number], END: ROWS}
-        for field in (OUTER, START, STOP, BASE, FIRST):
+        fields = {layout.WALK: number, layout.COUNT: counts[number], layout.END: ROWS}
+        for field in (layout.OUTER, layout.START, layout.STOP, layout.BASE, layout.FIRST):
             block.words[slot + field] = 0
         block.words.update({slot + field: value for field, value in fields.items()})
 
@@ -571,31 +555,51 @@ class Cuda:
         pass
 
 
+def run_roles(
+    monkeypatch, module, make, played, at, c, heads, seed, blocks, scored, *, ignored=(), item=None
+):
+    """Run all roles of a block that has all items, or of a cluster that has one, to their end.
+
+    `make` returns the kernel. Returns the cluster, and the visits of each of its items.
+    """
+    lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
+    cluster, mine = Cluster(lots, ignored), range(len(counts)) if item is None else (item,)
+    a, roles = arguments(heads, counts, mine), {}
+    for rank in range(blocks):
+        block = Block(at, lots, heads, ignored, cluster)
+        items, walk = item_functions(block, counts, iter(mine[1:]))
+        replace_all(monkeypatch, module, block, items, walk, scored, played)
+        kernel = make(c)
+        roles |= {(*role, rank): partial(kernel, *[0] * 5, a, 1) for role in roles_of(at)}
+    lots.run(roles)
+    assert not any(any(block.flying.values()) for block in cluster.blocks)
+    return cluster, {
+        x: tuple((x * heads + h, n * at.block_q) for h in range(heads) for n in range(counts[x]))
+        for x in mine
+    }
+
+
+def one_fails(run, *what, times=20, **how):
+    """Assert that of so many draws of who goes on, one shows what a kernel lacks."""
+    with pytest.raises((AssertionError, Stuck)):
+        [run(*what, seed=seed, **how) for seed in range(times)]
+
+
 @pytest.fixture
 def run(monkeypatch):
     """``run(shape, heads, seed)``: all roles of a block, which has all items, run to their end; or
     (`item`) of a cluster of so many `blocks`, which has that one. What they read is asserted."""
 
-    def of(shape, heads, seed, *, deferred, ignored=(), blocks=1, item=None, scored=False):
+    def of(shape, heads, seed, *, deferred, blocks=1, scored=False, **how):
         block_q, d = SHAPES[shape]
-        at = KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
-        lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
-        cluster, mine = Cluster(lots, ignored), range(len(counts)) if item is None else (item,)
+        at = layout.KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
         c = constants(at, blocks, scored, fused=1, after=1, deferred=int(deferred))
-        a = arguments(heads, counts, mine)
-        roles = {}
-        for rank in range(blocks):
-            block = Block(at, lots, heads, ignored, cluster)
-            items, walk = item_functions(block, counts, iter(mine[1:]))
-            replace_all(monkeypatch, backward, block, items, walk, scored, played)
-            kernel = backward.hopper_backward_kernel(c)
-            roles |= {(*role, rank): partial(kernel, *[0] * 5, a, 1) for role in roles_of(at)}
-        lots.run(roles)
-        visits = {
-            x: tuple((x * heads + h, n * block_q) for h in range(heads) for n in range(counts[x]))
-            for x in mine
-        }
-        every = [visit for x in mine for visit in visits[x]]
+        cluster, visits = run_roles(
+            *(monkeypatch, backward, backward.hopper_backward_kernel, played, at, c),
+            *(heads, seed, blocks, scored),
+            **how,
+        )
+        every = [visit for own in visits.values() for visit in own]
         for g in range(2):
             sent = [x for block in cluster.blocks for x in block.sent]
             assert [x[1:] for x in sent if x[0] == g] == every
@@ -603,7 +607,7 @@ def run(monkeypatch):
         stored = sorted(x for block in cluster.blocks for x in block.stored)
         if blocks == 1:
             assert stored == sorted(
-                (w, g, 0, visits[x]) for w in (0, 1) for g in (0, 1) for x in mine
+                (w, g, 0, own) for w in (0, 1) for g in (0, 1) for own in visits.values()
             )
         else:
             places = [(w, g, x) for w in (0, 1) for g in (0, 1) for x in range(0, d, 32)]
@@ -614,7 +618,6 @@ def run(monkeypatch):
                 assert [visit for *_, share in sums for visit in share] == every
                 shares = [len(share) for *_, share in sums]
                 assert max(shares) <= min(shares) + 1
-        assert not any(any(block.flying.values()) for block in cluster.blocks)
 
     return of
 
@@ -640,12 +643,7 @@ def test_every_role_finds_what_it_waits_for_with_a_score_function(run, shape, de
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_a_barrier_some_do_not(run, shape, kind):
-    def twenty_times():
-        for seed in range(20):
-            run(shape, 1, seed, deferred=True, ignored=(kind,))
-
-    with pytest.raises((AssertionError, Stuck)):
-        twenty_times()
+    one_fails(run, shape, 1, deferred=True, ignored=(kind,))
 
 
 @pytest.mark.parametrize("blocks", [2, 8])
@@ -661,9 +659,4 @@ def test_every_role_of_a_cluster_finds_what_it_waits_for(run, shape, deferred, h
 @pytest.mark.parametrize("kind", [*NAMED, *OF_CLUSTER])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_a_barrier_some_of_a_cluster_do_not(run, shape, kind):
-    def twenty_times():
-        for seed in range(20):
-            run(shape, 1, seed, deferred=True, ignored=(kind,), blocks=2, item=3)
-
-    with pytest.raises((AssertionError, Stuck)):
-        twenty_times()
+    one_fails(run, shape, 1, deferred=True, ignored=(kind,), blocks=2, item=3)

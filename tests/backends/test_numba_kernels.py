@@ -137,9 +137,7 @@ HOPPER_PROBLEMS = {
     "128 softcap": Problem(512, 512, 128, dtype="bfloat16", softcap=3.0, causal=True),
     "negative": Problem(512, 512, 128, dtype="bfloat16", scale=-0.2),
     "128 blocks": Problem(
-        *(512, 512, 128),
-        dtype="bfloat16",
-        block_mask=BlockMask(np.eye(4, dtype=bool), 128, 128),
+        *(512, 512, 128), dtype="bfloat16", block_mask=BlockMask(np.eye(4, dtype=bool), 128, 128)
     ),
 }
 
@@ -885,12 +883,7 @@ def arrays(dtype):
         ),
         ("float16", {"kernel": "tensors"}, OptionError, "did you mean 'tensor'"),
         ("float32", {"trace": "timeline"}, UnsupportedError, "record no time stamps"),
-        (
-            "float32",
-            {"tiling": Tiling(128, 128)},
-            TilingError,
-            "needs .* choose from .*32 x 32",
-        ),
+        ("float32", {"tiling": Tiling(128, 128)}, TilingError, "needs .* choose from .*32 x 32"),
     ],
 )
 def test_what_it_cannot_do_is_refused(dtype, options, error, text):

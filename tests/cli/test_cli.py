@@ -187,13 +187,6 @@ def test_a_sweep_is_causal_by_the_same_flag():
     assert "pass only one of them" in refused(*words, "--causal", "--mask", "full,causal")
 
 
-@pytest.mark.parametrize("command", ["study dram", "study ring", "study when", "plot traffic"])
-def test_a_pass_that_there_is_none_of_is_refused(command):
-    more = ("-o", "x.png") if command.startswith("plot") else ()
-    said = refused(command, "--direction", "sideways", *more)
-    assert "unknown --direction 'sideways'; choose from forward, backward" in said
-
-
 def test_run_executes_what_it_is_told(tmp_path):
     output = tmp_path / "new" / "results"
 

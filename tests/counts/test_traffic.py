@@ -146,10 +146,7 @@ def problems(draw):
         cell = draw(st.integers(3, 30)), draw(st.integers(3, 30))
         longest = [
             max(b - a for a, b in pairwise(cu))
-            for cu in (
-                fields.get("cu_seqlens_q", (0, n_q)),
-                fields.get("cu_seqlens_k", (0, n_kv)),
-            )
+            for cu in (fields.get("cu_seqlens_q", (0, n_q)), fields.get("cu_seqlens_k", (0, n_kv)))
         ]
         shape = [-(-n // c) for n, c in zip(longest, cell, strict=True)]
         if all(shape):

@@ -123,6 +123,7 @@ def fails(text, match):
         trace_mask(scope["f"])
 
 
+@pytest.mark.promise("refuses bad input")
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -145,6 +146,14 @@ def fails(text, match):
         ("empty[q] > 1", "captured array empty has no elements"),
         ("q.new_full((2,), 1) > q", r"cannot make an array of shape \(2,\)"),
         ("(q > 1) & earlier", "a value of an earlier call"),
+        ("k.item() > 0", "Python's if"),
+        ("k[0] > 0", "cannot be indexed"),
+        ("k.astype(np.complex64) > 0", "cannot be converted to complex64"),
+        ("k.to('complex64') > 0", "to complex64; convert it to one of .*int32"),
+        ("k.to('gpu') > 0", "cannot be converted to gpu"),
+        ("np.add(k, 1, where=True) > 0", "unexpected keyword argument 'where'"),
+        ("(q, k)", "must return one value per score"),
+        ("np.clip(k, 0, 1, middle=2) > 0", "middle"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(text, match):

@@ -1,15 +1,11 @@
-"""Every function of symbols, by every name that libraries give it, beside NumPy; and refusals."""
+"""Every function of symbols, by every name that libraries give it, beside NumPy."""
 
 import numpy as np
 import pytest
 from scipy import special
 from test_expressions import evaluated
 
-from flashsim.errors import FunctionError
 from flashsim.functions.names import FUNCTIONS
-from flashsim.functions.tracing import trace_mask
-
-pytestmark = pytest.mark.promise("refuses bad input")
 
 SCORE = np.linspace(0.3, 2.5, 9)
 #: What NumPy or SciPy computes, where its name is another one.
@@ -174,30 +170,3 @@ def test_captured_arrays_act_as_arrays():
         (lambda k: np.cumsum(ROW)[k] > 10, np.cumsum(ROW) > 10),
     ):
         assert np.array_equal(on_keys(function), expected)
-
-
-@pytest.mark.parametrize(
-    ("mask", "words"),
-    [
-        (lambda b, h, q, k: q if q > k else k, "Python's if"),
-        (lambda b, h, q, k: [0, 1][k] > 0, "not a Python integer"),
-        (lambda b, h, q, k: float(k) > 0, "not a Python float"),
-        (lambda b, h, q, k: k.item() > 0, "Python's if"),
-        (lambda b, h, q, k: k[0] > 0, "cannot be indexed"),
-        (lambda b, h, q, k: k.astype(np.complex64) > 0, "cannot be converted to complex64"),
-        (lambda b, h, q, k: k.to("complex64") > 0, "converted to complex64; use one of .*int32"),
-        (lambda b, h, q, k: k.to("gpu") > 0, "cannot be converted to gpu"),
-        (lambda b, h, q, k: k.new_full((3,), 1) > 0, "cannot make an array"),
-        (lambda b, h, q, k: np.sinc(k) > 0, "sinc"),
-        (lambda b, h, q, k: np.add(k, 1, where=True) > 0, "with the argument where"),
-        (lambda b, h, q, k: TABLE[k] > 0, "one index per axis"),
-        (lambda b, h, q, k: TABLE[k, :] > 0, "a row"),
-        (lambda b, h, q, k: ROW[k * 1.0] > 0, "is a float"),
-        (lambda b, h, q, k: None, "must return one value per score, got None"),
-        (lambda b, h, q, k: (q, k), "must return one value per score"),
-        (lambda b, h, q, k: np.clip(k, 0, 1, middle=2) > 0, "middle"),
-    ],
-)
-def test_what_cannot_be_traced_says_why(mask, words):
-    with pytest.raises(FunctionError, match=words):
-        trace_mask(mask)

@@ -72,7 +72,7 @@ def test_visits_are_in_the_order_of_the_loop():
     events = traced.trace.stages[0].events
     visited = events[(events["op"] == 5) & (events["visit"] >= 0)]
     assert [(int(e["i"]), int(e["j"])) for e in visited] == [
-        *((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)),
+        *((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3))
     ]
     # K and V of a visit belong to it; Q, O and L to the step.
     assert set(events["tensor"][(events["op"] == LOAD) & (events["visit"] >= 0)]) == {2, 3}

@@ -183,10 +183,7 @@ def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
         ),
         ([f"{ROOT}/examples/triton/softmax.py:softmax"], "set its value with --set x=VALUE"),
         ([f"{FLASH}:forward", "--set", "blocks=3"], "the parameter 'blocks'"),
-        (
-            [f"{FLASH}:forward", "--set", "blocks"],
-            "must have the form NAME=VALUE, got 'blocks'",
-        ),
+        ([f"{FLASH}:forward", "--set", "blocks"], "must have the form NAME=VALUE, got 'blocks'"),
         ([f"{FLASH}:forward", "-n", "64", "--config", "1"], "has no @triton.autotune"),
         ([f"{FLASH}:forward", "--ndim", "5"], "ndim must be 2, 3 or 4, got 5"),
         ([f"{FLASH}:forward", "--name", "zz=K", "-n", "64"], "names= contains 'zz'"),

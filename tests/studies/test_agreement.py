@@ -56,10 +56,7 @@ def test_summary_by_hand():
     where = ("hopper", "flash2", "dq")
     assert requested.rows[0] == [*where, 2, "-0.200", "exact", None, None, "exact"]
     assert requested.rows[1][3:7] == [1, "exact", "+500.000", "+20.000"]
-    assert dram.rows == [
-        (*where, 2, "6.0", "-8.0", 1, 2),
-        ("all", "", "", 2, "6.0", "-8.0", 1, 2),
-    ]
+    assert dram.rows == [(*where, 2, "6.0", "-8.0", 1, 2), ("all", "", "", 2, "6.0", "-8.0", 1, 2)]
     assert conflicts.rows == [(*where, 1, "1.50", "1.50", "a")]
     assert [row[3:] for row in missed.rows] == [
         ("requested read", "b", "-0.20"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from repository import recorded, script
 
-from flashsim import OptionError, banks
+from flashsim import banks
 
 pytestmark = pytest.mark.promise("predictions are judged")
 
@@ -51,23 +51,6 @@ def test_no_layout_puts_two_elements_in_one_place():
         column = banks.access("column", layout).addresses
         row = banks.access("row", layout).addresses
         assert len(set(column)) == len(set(row)) == 32
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pattern": "diagonal"}, "unknown pattern"),
-        ({"layout": "morton"}, "unknown layout"),
-        ({"pattern": "ldmatrix", "dtype": "float32"}, "elements of 2 bytes"),
-        ({"pattern": "row", "columns": 16}, "use more columns"),
-        ({"pattern": "ldmatrix", "layout": "padded", "pad": 1}, "multiple of 8 elements"),
-        ({"layout": "swizzle", "columns": 40}, "a multiple of 32"),
-        ({"pattern": "row-16B", "layout": "xor"}, "use the layout 'swizzle'"),
-    ],
-)
-def test_what_cannot_be_is_said(options, message):
-    with pytest.raises(OptionError, match=message):
-        banks.access(**options)
 
 
 def test_the_table_leaves_out_what_would_tear_a_read_apart():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flashsim
-from flashsim import Device, OptionError, Problem, Tiling, blocks
+from flashsim import Device, Problem, Tiling, blocks
 from flashsim.studies import predict
 from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH
 
@@ -42,10 +42,6 @@ def test_what_fits_nowhere_has_no_blocks_and_no_best():
     assert [b.blocks for b in huge.found] == [0]
     assert huge.found[0].seconds is None
     assert "no tile fits" in huge.table().note
-    with pytest.raises(OptionError, match="no tile of stage 'forward' fits"):
-        huge.best("forward")
-    with pytest.raises(OptionError, match="at least one tile size"):
-        blocks.sizes(LAYER, ())
 
 
 def test_backward_stages_with_tiles_of_their_own_move_what_two_runs_move():
@@ -65,8 +61,6 @@ def test_backward_stages_with_tiles_of_their_own_move_what_two_runs_move():
     for name in ("dq", "dk", "dv"):  # whichever run they come from
         ours = [getattr(one, name) for one in gradients.values()]
         np.testing.assert_allclose(*ours, atol=1e-5)
-    with pytest.raises(OptionError, match="must have exactly the stages dkdv, dq as keys, got dq"):
-        blocks.mixed(problem, {"dq": Tiling(16, 16)})
 
 
 # -- least times -----------------------------------------------------------------------------------
@@ -114,12 +108,6 @@ def test_without_a_published_bandwidth_l2_is_no_unit():
     assert set(stage.units) == {"tensor cores", "exponentials", "CUDA cores", "HBM"}
 
 
-def test_keys_in_parts_have_no_least_time():
-    p = Problem(1, 512, head_dim=64, dtype="bfloat16")
-    with pytest.raises(OptionError, match="splits keys"):
-        predict.least(flashsim.count(p, algorithm="flash-decode", splits=2))
-
-
 # -- when, versions --------------------------------------------------------------------------------
 
 
@@ -135,8 +123,6 @@ def test_flash_wins_from_the_length_on_that_is_faster_and_stays_so():
     assert second["standard ms"] == pytest.approx(1e3 * standard.seconds)
     assert second["flash ms"] == pytest.approx(1e3 * flash.seconds)
     assert second["flash, ideal ms"] == pytest.approx(1e3 * predict.least(flash.traffic).seconds)
-    with pytest.raises(OptionError, match="lengths= must contain at least one"):
-        predict.when(LAYER, ())
 
 
 def test_winning_at_short_lengths_alone_is_not_winning(monkeypatch):

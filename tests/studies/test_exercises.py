@@ -311,8 +311,6 @@ def test_files_that_are_no_exercise(tmp_path):
     (tmp_path / "x.py").write_text("EXERCISE = 3\n")
     with pytest.raises(OptionError, match="defines no exercise; it must contain EXERCISE"):
         get(str(tmp_path / "x.py"))
-    with pytest.raises(OptionError, match="the file does not exist"):
-        get(str(tmp_path / "y.py"))
 
 
 # -- words ------------------------------------------------------------------------------------

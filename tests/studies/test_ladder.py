@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashsim import Device, OptionError, SramOverflow, Tiling
+from flashsim import Device, SramOverflow, Tiling
 from flashsim.studies import ladder
 
 pytestmark = pytest.mark.promise("three counts equal")
@@ -65,11 +65,6 @@ def test_whole_rows_fit_up_to_the_length_the_error_names(name, dtype):
     assert run(longest).peak_sram <= device.sram_bytes
     with pytest.raises(SramOverflow, match=f"{longest + 1} scores"):
         run(longest + 1)
-
-
-def test_an_unknown_rung_is_refused():
-    with pytest.raises(OptionError, match="did you mean 'online'"):
-        ladder.climb(8, 8, rungs=["onlin"])
 
 
 def test_the_table_has_a_row_for_every_rung():

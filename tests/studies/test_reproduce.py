@@ -7,7 +7,7 @@ import pytest
 from repository import page
 
 import flashsim
-from flashsim import OptionError, Problem
+from flashsim import Problem
 from flashsim.counts import traffic
 from flashsim.studies import reproduce
 from flashsim.studies.reproduce import memory_traffic, numerics, pallas, smem_tiles
@@ -128,11 +128,6 @@ def test_sawtooth_saves_what_the_paper_says():
     table = rows("sawtooth")
     assert table["N = 65,536"]["ours"] is None  # K and V fit
     assert table["N = 131,072"]["ours"] >= 50
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(OptionError, match="did you mean 'ring'"):
-        reproduce.tables("rings")
 
 
 def test_the_listing_says_what_cannot_be_derived_and_why():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import flashsim
-from flashsim import Device, OptionError, Problem, Tiling
+from flashsim import Device, Problem, Tiling
 from flashsim.studies.roofline import ridge_points, roofline, textbook_bytes
 
 pytestmark = pytest.mark.promise("predictions are judged")
@@ -95,22 +95,3 @@ def test_ridge_points_of_a_preset():
     rows = {row["dtype"]: row for row in ridge_points("H100").records()}
     assert rows["bfloat16"]["HBM FLOP/B"] == h100.peak("bfloat16") / h100.hbm_bandwidth
     assert rows["float32"]["L2 FLOP/B"] == h100.peak("float32") / h100.l2_bandwidth
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"seconds": 0.0}, "seconds must be positive"), ({"measured_bytes": -1}, "measured_bytes")],
-)
-def test_bad_measurements_are_refused(options, message):
-    with pytest.raises(OptionError, match=message):
-        roofline(counted(), **options)
-
-
-def test_a_dtype_without_a_peak_is_refused():
-    with pytest.raises(OptionError, match="no peak for dtype 'float32'"):
-        roofline(counted(device=Device("none", 1 << 20, 1 << 20)))
-
-
-def test_a_point_that_does_not_exist_is_refused():
-    with pytest.raises(OptionError, match="unknown roofline point 'measured'"):
-        roofline(counted())["measured"]

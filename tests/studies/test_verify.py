@@ -676,10 +676,7 @@ def test_cases_are_run_twice_and_their_table_read(stand_in):
     for wrong, message in (
         (kernels[:-1], "stage 'forward' of .*, got no kernel"),
         ([kernels[1], *kernels[1:]], "stage 'forward' of .*, got flash_delta"),
-        (
-            [*kernels, "flash_dq"],
-            "more kernel launches than flashsim predicts; launch",
-        ),
+        ([*kernels, "flash_dq"], "more kernel launches than flashsim predicts; launch"),
     ):
         with pytest.raises(errors.TraceError, match=message):
             passes_of(replace(kept, text=reads_of(*wrong)))

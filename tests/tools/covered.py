@@ -1,6 +1,6 @@
 """`pytest --covered 97.5` measures branch coverage, and fails below 97.5 % of lines and branches.
 
-It uses SlipCover, which removes its probes once they are hit: a tracer would double the time.
+It uses SlipCover, whose probes are in the code: a tracer would double the time.
 """
 
 import ast
@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import CodeType, FunctionType, SimpleNamespace
+from types import CodeType, SimpleNamespace
 
 import pytest
 import slipcover
@@ -40,15 +40,6 @@ EMULATED = (
 )
 LEFT_OUT = () if sys.platform == "linux" and shutil.which("g++") else EMULATED
 OMIT += LEFT_OUT
-#: Wrappers that decorators return, and the attribute that holds the wrapped function.
-HOLDERS = {
-    FunctionType: "__wrapped__",
-    type(functools.cache(len)): "__wrapped__",
-    property: "fget",
-    functools.cached_property: "func",
-    classmethod: "__func__",
-    staticmethod: "__func__",
-}
 EXCLUDE = (
     r"@(njit|part|hot_part|operation)\b",  # compiled functions, which no probe can see
     r"if TYPE_CHECKING:",
@@ -90,7 +81,6 @@ class Covered:
             if sys.version_info < (3, 12):  # later versions of Python need no probes in the code
                 importer.SlipcoverLoader.exec_module = _load_with_probes
             _give_plain_code_to_numba()
-            slipcover.Slipcover.find_functions = staticmethod(_find_functions)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
@@ -220,25 +210,6 @@ def _give_plain_code_to_numba():
         made(self, py_func, *args, **kwargs)
 
     Dispatcher.__init__ = make
-
-
-def _find_functions(items, visited):
-    """Return the functions whose probes may be removed.
-
-    SlipCover itself searches only classes. Functions that are cached or wrapped by `own_errors`,
-    and properties, would keep their probes and stay slow.
-    """
-    found, waiting = [], [*items]
-    while waiting:
-        one = waiting.pop()
-        kind = type(one)
-        if id(one) in visited or not (kind in HOLDERS or issubclass(kind, type)):
-            continue
-        visited.add(id(one))
-        if kind is FunctionType:
-            found.append(one)
-        waiting += [getattr(one, HOLDERS[kind], None)] if kind in HOLDERS else vars(one).values()
-    return found
 
 
 @functools.cache

@@ -317,13 +317,7 @@ def within(got, exact, plain, problem, name):
 
 
 def check(
-    problem,
-    family=PORTABLE,
-    tiling=None,
-    backward_tiling=None,
-    kind="normal",
-    tf32=False,
-    **more,
+    problem, family=PORTABLE, tiling=None, backward_tiling=None, kind="normal", tf32=False, **more
 ):
     """Check the results of a family in all its forms against the error budget of their type."""
     p, truth = problem, Truth(problem, kind, tf32)

@@ -31,38 +31,21 @@ def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> 
     documents = torch.stack([document + b for b in range(batch)])
     lengths = torch.tensor([max(1, n_kv - 61 * b) for b in range(batch)], device=device)
 
-    def window(b, h, q, k):
-        return (q >= k) & (q - k < 70)
-
-    def prefix(b, h, q, k):
-        return (k < 90) | (q >= k)
-
-    def of_documents(b, h, q, k):
-        return (documents[b, q] == documents[b, k]) & (q >= k)
-
-    def dilated(b, h, q, k):
-        return (q - k) % 3 == 0
-
-    def strided(b, h, q, k):
-        return ((q >= k) & (q - k < 32)) | (k % 64 < 4)
-
-    def by_head(b, h, q, k):
-        return (q >= k) | (h == 0)
-
-    def lengths_of_keys(b, h, q, k):
-        return k < lengths[b]
-
-    def late(b, h, q, k):  # the first rows see no key
-        return k + 40 <= q
-
-    def chunked(b, h, q, k):
-        return (q // 128 == k // 128) & (q >= k)
-
-    def of_extremes(b, h, q, k):  # see flash_same in flashsim/functions/emit.py
-        return (torch.maximum(torch.minimum(q, k), 0 * k) == k) | (h == 1)
-
-    found = (causal, window, prefix, of_documents, dilated, strided, by_head, lengths_of_keys, late)
-    return {f.__name__: f for f in (*found, chunked, of_extremes)}
+    return {
+        "causal": causal,
+        "window": lambda b, h, q, k: (q >= k) & (q - k < 70),
+        "prefix": lambda b, h, q, k: (k < 90) | (q >= k),
+        "of_documents": lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q >= k),
+        "dilated": lambda b, h, q, k: (q - k) % 3 == 0,
+        "strided": lambda b, h, q, k: ((q >= k) & (q - k < 32)) | (k % 64 < 4),
+        "by_head": lambda b, h, q, k: (q >= k) | (h == 0),
+        "lengths_of_keys": lambda b, h, q, k: k < lengths[b],
+        "late": lambda b, h, q, k: k + 40 <= q,  # the first rows see no key
+        "chunked": lambda b, h, q, k: (q // 128 == k // 128) & (q >= k),
+        "of_extremes": lambda b, h, q, k: (  # see flash_same in flashsim/functions/emit.py
+            (torch.maximum(torch.minimum(q, k), 0 * k) == k) | (h == 1)
+        ),
+    }
 
 
 def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") -> dict[str, Case]:
@@ -73,48 +56,31 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str = "cuda") ->
     bias = torch.randn(heads, n_q, n_kv, generator=g, device=device)
     rows = torch.randn(batch, n_kv, generator=g, device=device).to(torch.float16)
 
-    def alibi(s, b, h, q, k):
-        return s - slopes[h] * abs(q - k)
-
-    def relative(s, b, h, q, k):
-        return s + table[h, q - k + n_kv]
-
-    def biased(s, b, h, q, k):
-        return s + bias[h, q, k]
-
-    def capped(s, b, h, q, k):
-        return 5 * torch.tanh(s / 5)
-
-    def curved(s, b, h, q, k):
-        return s * (1 + slopes[h]) + torch.where(q > k, s * s / 16, rows[b, k])
-
     lost = torch.rand(heads, n_q + n_kv, generator=g, device=device) < 0.3
     gaps = table.masked_fill(lost, -float("inf"))
     holes = bias.masked_fill(lost[:, n_kv:, None] | lost[:, None, :n_kv], -float("inf"))
 
-    def with_gaps(s, b, h, q, k):  # a mask in captured distances
-        return s + gaps[h, q - k + n_kv]
-
-    def with_holes(s, b, h, q, k):  # a mask in a bias, with rows without keys
-        return s + holes[h, q, k]
+    def curved(s, b, h, q, k):
+        return s * (1 + slopes[h]) + torch.where(q > k, s * s / 16, rows[b, k])
 
     def with_poles(s, b, h, q, k):  # where no query or key exists
         return 0.2 * s * torch.log(n_kv - k) + torch.log(n_q - q)
 
-    def dropped(s, b, h, q, k):  # a mask in a score function
-        return torch.where(q >= k, s, -float("inf"))
-
-    return {
-        "alibi": Case(None, alibi, {"slopes": slopes}),
-        "relative": Case(None, relative, {"table": table}),
-        "biased": Case(None, biased, {"bias": bias}),
-        "capped": Case(None, capped),
-        "curved": Case(None, curved, {"slopes": slopes, "rows": rows}),
-        "dropped": Case(None, dropped),
-        "with_poles": Case(None, with_poles),
-        "with_gaps": Case(None, with_gaps, {"gaps": gaps}),
-        "with_holes": Case(None, with_holes, {"holes": holes}),
+    found: dict[str, tuple[Any, dict[str, Any]]] = {
+        "alibi": (lambda s, b, h, q, k: s - slopes[h] * abs(q - k), {"slopes": slopes}),
+        "relative": (lambda s, b, h, q, k: s + table[h, q - k + n_kv], {"table": table}),
+        "biased": (lambda s, b, h, q, k: s + bias[h, q, k], {"bias": bias}),
+        "capped": (lambda s, b, h, q, k: 5 * torch.tanh(s / 5), {}),
+        "curved": (curved, {"slopes": slopes, "rows": rows}),
+        # a mask in a score function
+        "dropped": (lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")), {}),
+        "with_poles": (with_poles, {}),
+        # a mask in captured distances
+        "with_gaps": (lambda s, b, h, q, k: s + gaps[h, q - k + n_kv], {"gaps": gaps}),
+        # a mask in a bias, with rows without keys
+        "with_holes": (lambda s, b, h, q, k: s + holes[h, q, k], {"holes": holes}),
     }
+    return {name: Case(None, *one) for name, one in found.items()}
 
 
 def plain(q, k, v, mask, score, sinks=None):

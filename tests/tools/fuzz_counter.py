@@ -22,10 +22,7 @@ BACKWARD = {
         "+dBias* <P <P <dP <dS <dS >dP >dS <gate <dO <Q <V <K",
         *("<dO >dQ", ">dK >dV"),
     ),
-    "flash1": (
-        "+dBias* <bias <Q <dO <O <dQ* >dQ* <l <m",
-        *(">dQ* ~<dQ* ~>dQ", "<K <V >dK >dV"),
-    ),
+    "flash1": ("+dBias* <bias <Q <dO <O <dQ* >dQ* <l <m", *(">dQ* ~<dQ* ~>dQ", "<K <V >dK >dV")),
     "flash2-fused": (
         "+dBias* <bias <Q <dO +dQ* <L <delta",
         *("<O <dO >delta >dQ* ~<dQ* ~>dQ", "<K <V >dK >dV"),

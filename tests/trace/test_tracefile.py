@@ -298,8 +298,7 @@ def test_a_newer_format_says_so(trace, path):
     rewritten(path, header=lambda h: h.update(version=2, flashsim="9.9"))
 
     refused(
-        path,
-        r"trace format 2 and was written by flashsim 9\.9, .* only formats up to 1; install",
+        path, r"trace format 2 and was written by flashsim 9\.9, .* only formats up to 1; install"
     )
 
 

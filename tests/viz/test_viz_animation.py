@@ -295,25 +295,9 @@ def test_a_folder_that_is_missing(ending, tmp_path):
     path = tmp_path / "nowhere" / f"walk.{ending}"
     with pytest.raises(OptionError, match=f"cannot write '.*nowhere/walk.{ending}'.*folder must"):
         viz.animate(cases.trace(), path, max_frames=2)
-    with pytest.raises(OptionError, match=r"cannot write '.*page\.html'.*folder must"):
-        viz.page(cases.trace(), tmp_path / "nowhere" / "page.html")
 
 
 def test_mp4_without_ffmpeg(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BackendUnavailable, match=r"needs ffmpeg.*write a \.gif or \.html"):
         viz.animate(cases.trace(), tmp_path / "walk.mp4")
-
-
-def test_errors(tmp_path):
-    with pytest.raises(OptionError, match=r"cannot write 'walk.avi'.*\.gif, \.mp4, \.html"):
-        viz.animate(cases.trace(), tmp_path / "walk.avi")
-    with pytest.raises(OptionError, match="unknown clock 'time'; choose from steps, bytes"):
-        viz.animate(cases.trace(), tmp_path / "walk.gif", clock="time")
-    with pytest.raises(OptionError, match="at most two traces, got 3"):
-        viz.animate([cases.trace()] * 3, tmp_path / "walk.gif")
-    with pytest.raises(OptionError, match="max_frames= must be positive, got 0"):
-        viz.animate(cases.trace(), tmp_path / "walk.gif", max_frames=0)
-    for fps in (0, 1e-3, float("inf")):
-        with pytest.raises(OptionError, match=r"fps= must be from 0.01 to 1,000"):
-            viz.animate(cases.trace(), tmp_path / "walk.gif", fps=fps)

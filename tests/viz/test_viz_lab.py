@@ -14,7 +14,6 @@ from compiled import thorough
 
 import flashsim
 from flashsim import Problem, Tiling, viz
-from flashsim.errors import OptionError
 from flashsim.problem.hardware import PRESETS
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tables import FULL
@@ -222,8 +221,6 @@ def test_file_and_errors(tmp_path):
     assert len(page().html) < 1_000_000
     assert "http://" not in page().html.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page().html
-    with pytest.raises(OptionError, match="unknown theme 'blue'; choose from auto, light, dark"):
-        viz.lab(theme="blue")
 
 
 def test_the_page_of_the_guides_is_this_one():

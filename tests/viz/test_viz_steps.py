@@ -6,10 +6,8 @@ import viz_cases as cases
 
 import flashsim
 from flashsim import Tiling, viz
-from flashsim.errors import OptionError, ShapeError, TraceError, UnsupportedError
 from flashsim.problem import oracle
 from flashsim.trace.steps import Steps
-from flashsim.trace.trace import Trace
 from flashsim.viz.data.diagram import first_touch, sides
 
 pytestmark = pytest.mark.promise("pictures show the counts")
@@ -48,12 +46,6 @@ def test_moves_of_a_step():
     assert end == [(1, 4, 512), (1, 5, 64)]  # after six tiles: store O and L
     assert walk.visit[6] == -1
     assert walk.j[6] == -1
-
-
-def test_a_trace_without_events_says_so():
-    source = cases.trace()
-    with pytest.raises(TraceError, match="no steps to show"):
-        Steps(Trace(source.problem, source.device, "flash2", "forward", "simulator", ()))
 
 
 @pytest.mark.parametrize("algorithm", ["flash1", "flash2"])
@@ -102,20 +94,6 @@ def test_statistics_with_groups_softcap_and_a_row_without_keys():
     none = viz.row_statistics(run.trace, q, k, row=17, head=0)  # sees keys 0 and 1 only
     assert none.l[-1] == pytest.approx(np.exp(run.lse[0, 0, 17] - none.m[-1]), rel=1e-5)
     assert len(viz.row_statistics(run.trace, q, k, row=3).steps) == 0
-
-
-def test_statistics_refuse_what_they_cannot_follow():
-    q, k, _ = cases.arrays()
-    with pytest.raises(UnsupportedError, match="this trace is standard forward"):
-        viz.row_statistics(cases.trace("standard"), q, k)
-    with pytest.raises(UnsupportedError, match="flash2 backward"):
-        viz.row_statistics(cases.trace(direction="backward"), q, k)
-    with pytest.raises(OptionError, match="row must be from 0 to 95, got 96"):
-        viz.row_statistics(cases.trace(), q, k, row=96)
-    with pytest.raises(
-        ShapeError, match=r"q must be the array of the traced run, of shape \(\.\.\., 96, 8\)"
-    ):
-        viz.row_statistics(cases.trace(), q[:, :5], k)
 
 
 def test_sides():

@@ -14,17 +14,7 @@ from matplotlib.patches import Rectangle
 
 from flashsim.schedule.names import LOAD, TRANSFERS
 from flashsim.trace.steps import Steps
-from flashsim.viz.data.diagram import (
-    SYMBOLS,
-    corners,
-    first_touch,
-    key_side,
-    one_grid,
-    page_edges,
-    part_edges,
-    sides,
-    tile_kinds,
-)
+from flashsim.viz.data import diagram
 from flashsim.viz.palette import Theme, mix, rgb, tint
 from flashsim.viz.style import note, tensor_style
 
@@ -51,12 +41,12 @@ class Scene:
         self, ax: Axes, sram: Axes, walk: Steps, theme: Theme, aspect: float, full: int
     ) -> None:
         self.ax, self.walk, self.theme, self.full = ax, walk, theme, full
-        self.kinds = [tile_kinds(stage.schedule) for stage in walk.trace.stages]
+        self.kinds = [diagram.tile_kinds(stage.schedule) for stage in walk.trace.stages]
         self.visits = np.bincount(
             walk.stage[walk.visit >= 0], minlength=len(walk.trace.stages)
         ).clip(2)
         self.artists: list[Artist] = []
-        self.key_side = key_side(walk.trace)
+        self.key_side = diagram.key_side(walk.trace)
         ax.set(xlim=(0, aspect), ylim=(1, 0))
         ax.axis("off")
         self._place(aspect)
@@ -81,14 +71,14 @@ class Scene:
 
     def _place(self, aspect: float) -> None:
         """Place the grid, and the strips with their names around it."""
-        around, out = sides(self.walk.trace), _STRIP + _GAP
+        around, out = diagram.sides(self.walk.trace), _STRIP + _GAP
         x, y = 0.07 + len(around["left"]) * out, 0.075 + len(around["top"]) * out
         w = aspect - x - len(around["right"]) * out - 0.03
         h = 1 - y - len(around["bottom"]) * out - 0.07
-        t_r, t_c = one_grid(self.walk.trace)
+        t_r, t_c = diagram.one_grid(self.walk.trace)
         self.box, self.in_grid = (x, y, w, h), around.pop("grid")
         self.grid = self._image(self.box, t_r, t_c)
-        touched = first_touch(self.walk)
+        touched = diagram.first_touch(self.walk)
         self.strips: dict[str, _Strip] = {}
         for side, names in around.items():
             for n, name in enumerate(names):
@@ -99,7 +89,7 @@ class Scene:
                     "top": ((x, y - before, w, _STRIP), (-0.012, half, "right", "center")),
                     "bottom": ((x, y + h + after, w, _STRIP), (w + 0.012, half, "left", "center")),
                 }[side]
-                word = SYMBOLS.get(name, name)
+                word = diagram.SYMBOLS.get(name, name)
                 upright = len(word) > 3 and name not in self.key_side  # wider than its strip
                 self.ax.text(
                     box[0] + tx, box[1] + ty, word, ha=ha, va=va, rotation=90 if upright else 0,
@@ -138,12 +128,12 @@ class Scene:
         schedule, dx, dy = self.walk.trace.schedule, w / t_c, h / t_r
         parts = [
             [(x + j * dx, y + i * dy), (x + j * dx, y + (i + 1) * dy)]
-            for i, j in part_edges(schedule)
+            for i, j in diagram.part_edges(schedule)
         ]
         boxes = [s.box for name, s in self.strips.items() if name in self.key_side]
         pages = [
             [(x + at * dx, top), (x + at * dx, top + high)]
-            for at in page_edges(schedule)
+            for at in diagram.page_edges(schedule)
             for _, top, _, high in boxes
         ]
         for lines, width in ((parts, 3.0), (pages, 1.2)):
@@ -157,7 +147,7 @@ class Scene:
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
             spine.set(visible=True, color=self.theme.grid)
-        longest = max((len(SYMBOLS.get(name, name)) for name in walk.buffers), default=0)
+        longest = max((len(diagram.SYMBOLS.get(name, name)) for name in walk.buffers), default=0)
         across = int(ax.get_window_extent().width // max(42, 12 + 6 * longest))  # names in a row
         self.bars = []
         for n, name in enumerate(walk.buffers):
@@ -165,7 +155,10 @@ class Scene:
             ax.add_patch(bar)
             self.bars.append(bar)
             self.artists.append(bar)
-            square, word = ("■", 0, bar.get_facecolor()), (SYMBOLS.get(name, name), 12, None)
+            square, word = (
+                ("■", 0, bar.get_facecolor()),
+                (diagram.SYMBOLS.get(name, name), 12, None),
+            )
             for text, right, ink in (square, word):
                 at, offset = (n % across / across, 0), (right, -4 - 11 * (n // across))
                 note(ax, text, at, offset, "axes fraction", va="top", fontsize=9.5, color=ink)
@@ -234,7 +227,7 @@ class Scene:
         if max(t_r, t_c) > 64:  # too small to see
             return []
         polygons = []
-        for i, j, upper in corners(self.kinds[stage]):
+        for i, j, upper in diagram.corners(self.kinds[stage]):
             side = 0.35 * min(dx, dy) * (1 if upper else -1)
             tip_x, tip_y = x + (j + upper) * dx, y + (i + (not upper)) * dy
             polygons.append([(tip_x - side, tip_y), (tip_x, tip_y), (tip_x, tip_y + side)])

@@ -25,17 +25,7 @@ from flashsim.report import whole
 from flashsim.schedule.names import OPS
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
-from flashsim.viz.data import sources
-from flashsim.viz.data.diagram import (
-    SYMBOLS,
-    key_side,
-    matrices,
-    one_grid,
-    page_edges,
-    part_edges,
-    sides,
-    tile_kinds,
-)
+from flashsim.viz.data import diagram, sources
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.palette import THEMES, tint
 
@@ -128,9 +118,9 @@ def page(
         "title": sources.writable("title", title or " and ".join(chosen)),
         "theme": theme,
         "themes": {name: _theme(name, names) for name in THEMES},
-        "keySide": sorted(set().union(*map(key_side, traces))),
-        "matrices": sorted(set().union(*map(matrices, traces))),
-        "symbols": SYMBOLS,
+        "keySide": sorted(set().union(*map(diagram.key_side, traces))),
+        "matrices": sorted(set().union(*map(diagram.matrices, traces))),
+        "symbols": diagram.SYMBOLS,
         "ops": OPS,
         "tensors": names,
         "panes": [_pane(label, *pane, names) for label, pane in chosen.items()],
@@ -146,7 +136,7 @@ def _check_size(traces: Sequence[Trace], max_mb: float) -> None:
     """Raise `OptionError` if the player's file would have more than `max_mb` MB."""
     tiles = events = 0
     for trace in traces:
-        t_r, t_c = one_grid(trace)
+        t_r, t_c = diagram.one_grid(trace)
         tiles += t_r * t_c * len(trace.stages)
         events += sum(len(stage.events) for stage in trace.stages)
     megabytes = (tiles + _EVENT_BYTES * events) * 4 / 3 / 1e6  # base64
@@ -169,7 +159,7 @@ def _pane(
     label: str, trace: Trace, statistics: RowStatistics | None, names: Sequence[str]
 ) -> dict[str, Any]:
     walk, p, gpu = Steps(trace), trace.problem, trace.provenance.get("gpu", "")
-    t_r, t_c = one_grid(trace)
+    t_r, t_c = diagram.one_grid(trace)
     e = walk.events
     tensor = np.array([names.index(name) for name in trace.tensors])[e["tensor"]]
     sizes, size = np.unique(e["bytes"], return_inverse=True)
@@ -189,9 +179,12 @@ def _pane(
         "limit": trace.device.sram_bytes,
         "full": walk.sram_scale,
         "device": trace.device.name,
-        "sides": sides(trace),
+        "sides": diagram.sides(trace),
         "stages": [
-            {"name": stage.name, "kinds": _column(tile_kinds(stage.schedule, most=None).ravel())}
+            {
+                "name": stage.name,
+                "kinds": _column(diagram.tile_kinds(stage.schedule, most=None).ravel()),
+            }
             for stage in trace.stages
         ],
         "events": {
@@ -205,8 +198,8 @@ def _pane(
         "flops": work.tolist(),
         "note": _column(note),
         "notes": notes.tolist(),
-        "parts": part_edges(trace.schedule),
-        "pages": page_edges(trace.schedule),
+        "parts": diagram.part_edges(trace.schedule),
+        "pages": diagram.page_edges(trace.schedule),
         "statistics": None if statistics is None else _statistics(statistics),
     }
 

@@ -41,52 +41,8 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[str
 
     of_batch, of_head, of_place, table = rand(batch), rand(heads), rand(far), rand(2 * far)
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
-    minus = -float("inf")
-
-    def identity(s, b, h, q, k):
-        return s
-
-    def causal(s, b, h, q, k):
-        return torch.where(q >= k, s, minus)
-
-    def causal_by_difference(s, b, h, q, k):
-        return torch.where(q - k >= 0, s, minus)
-
-    def relative_bias(s, b, h, q, k):
-        return s + abs(q - k)
-
-    def relative_bias_twice(s, b, h, q, k):
-        return s + 2 * abs(q - k)
-
-    def times_two(s, b, h, q, k):
-        return s * 2
-
-    def alibi(s, b, h, q, k):
-        return s - slopes[h] * abs(q - k)
-
-    def sliding_window(s, b, h, q, k):
-        return torch.where(abs(q - k) <= 256, s, minus)
-
-    def block_diagonal(s, b, h, q, k):
-        return torch.where(q // 64 == k // 64, s, minus)
-
-    def batch_bias(s, b, h, q, k):
-        return s + of_batch[b]
-
-    def dual_buffer(s, b, h, q, k):
-        return s + of_head[h] + of_place[q]
-
-    def key_bias(s, b, h, q, k):
-        return s + of_place[k]
-
-    def query_bias(s, b, h, q, k):
-        return s + of_place[q]
-
-    def relative_plus_key_bias(s, b, h, q, k):
-        return s + table[q - k + far] + of_place[k]
-
-    def query_and_key_bias(s, b, h, q, k):
-        return s + of_place[q] + of_place[k] * of_head[h]
+    minus, batches = -float("inf"), {"of_batch": of_batch}
+    head, place, distance = {"of_head": of_head}, {"of_place": of_place}, {"table": table}
 
     def complex_arithmetic(s, b, h, q, k):
         return s * 0.9 + 0.1 * torch.sin((q - k).float() * 0.01) * torch.tanh(s) + of_batch[b] * 0.5
@@ -98,22 +54,31 @@ def scores(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[str
     def many_buffers(s, b, h, q, k):
         return s + of_batch[b] * of_head[h] + of_place[q] * 0.5 - of_place[k] + table[q - k + far]
 
-    captured = {
-        **{batch_bias: {"of_batch": of_batch}, alibi: {"slopes": slopes}},
-        **{dual_buffer: {"of_head": of_head, "of_place": of_place}},
-        **{f: {"of_place": of_place} for f in (key_bias, query_bias, conditional)},
-        relative_plus_key_bias: {"table": table, "of_place": of_place},
-        query_and_key_bias: {"of_place": of_place, "of_head": of_head},
-        complex_arithmetic: {"of_batch": of_batch},
-        many_buffers: {
-            **{"of_batch": of_batch, "of_head": of_head, "of_place": of_place, "table": table}
-        },
+    found: dict[str, tuple[Any, dict[str, Any]]] = {
+        "identity": (lambda s, b, h, q, k: s, {}),
+        "causal": (lambda s, b, h, q, k: torch.where(q >= k, s, minus), {}),
+        "causal_by_difference": (lambda s, b, h, q, k: torch.where(q - k >= 0, s, minus), {}),
+        "relative_bias": (lambda s, b, h, q, k: s + abs(q - k), {}),
+        "relative_bias_twice": (lambda s, b, h, q, k: s + 2 * abs(q - k), {}),
+        "times_two": (lambda s, b, h, q, k: s * 2, {}),
+        "sliding_window": (lambda s, b, h, q, k: torch.where(abs(q - k) <= 256, s, minus), {}),
+        "block_diagonal": (lambda s, b, h, q, k: torch.where(q // 64 == k // 64, s, minus), {}),
+        "batch_bias": (lambda s, b, h, q, k: s + of_batch[b], batches),
+        "alibi": (lambda s, b, h, q, k: s - slopes[h] * abs(q - k), {"slopes": slopes}),
+        "dual_buffer": (lambda s, b, h, q, k: s + of_head[h] + of_place[q], head | place),
+        "key_bias": (lambda s, b, h, q, k: s + of_place[k], place),
+        "query_bias": (lambda s, b, h, q, k: s + of_place[q], place),
+        "conditional": (conditional, place),
+        "relative_plus_key_bias": (
+            *(lambda s, b, h, q, k: s + table[q - k + far] + of_place[k], distance | place),
+        ),
+        "query_and_key_bias": (
+            *(lambda s, b, h, q, k: s + of_place[q] + of_place[k] * of_head[h], place | head),
+        ),
+        "complex_arithmetic": (complex_arithmetic, batches),
+        "many_buffers": (many_buffers, batches | head | place | distance),
     }
-    plain = (
-        *(identity, causal, causal_by_difference, relative_bias, relative_bias_twice, times_two),
-        *(sliding_window, block_diagonal),
-    )
-    return {f.__name__: Case(None, f, captured.get(f, {})) for f in (*plain, *captured)}
+    return {name: Case(None, *one) for name, one in found.items()}
 
 
 def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[str, Any]:
@@ -124,51 +89,23 @@ def masks(batch: int, heads: int, n_q: int, n_kv: int, device: str) -> dict[str,
     documents = documents.sort(-1).values.int()
     ends = torch.randint(1, n_kv + 1, (batch, n_q), generator=draw, device=device)
 
-    def identity(b, h, q, k):
-        return q >= 0
-
-    def causal(b, h, q, k):
-        return k <= q + offset
-
-    def block_causal(b, h, q, k):
-        return k // 64 <= (q + offset) // 64
-
-    def sliding_window(b, h, q, k):
-        return (k <= q + offset + 128) & (k >= q + offset - 128)
-
-    def causal_window(b, h, q, k):
-        return (k <= q + offset) & (k > q + offset - 200)
-
-    def block_diagonal(b, h, q, k):
-        return q // 64 == k // 64
-
-    def mini_causal(b, h, q, k):
-        return q % 128 >= k % 128
-
-    def prefix(b, h, q, k):
-        return (k < 150) | (k <= q + offset)
-
-    def dilated_window(b, h, q, k):
-        return (abs(q + offset - k) <= 256) & ((q + offset - k) % 4 == 0)
-
-    def half_identity(b, h, q, k):
-        return torch.where(k < n_kv // 2, q >= 0, k <= q + offset)
-
-    def document(b, h, q, k):
-        return documents[b, h, q] == documents[b, h, k]
-
-    def own_ends(b, h, q, k):
-        return k < ends[b, q]
-
-    def nothing_for_some(b, h, q, k):
-        return (q % 97 > 3) & (k <= q)
-
-    found = (
-        *(identity, causal, block_causal, sliding_window, causal_window, block_diagonal),
-        *(mini_causal, prefix, dilated_window, half_identity, document, own_ends),
-        nothing_for_some,
-    )
-    return {f.__name__: f for f in found}
+    return {
+        "identity": lambda b, h, q, k: q >= 0,
+        "causal": lambda b, h, q, k: k <= q + offset,
+        "block_causal": lambda b, h, q, k: k // 64 <= (q + offset) // 64,
+        "sliding_window": lambda b, h, q, k: (k <= q + offset + 128) & (k >= q + offset - 128),
+        "causal_window": lambda b, h, q, k: (k <= q + offset) & (k > q + offset - 200),
+        "block_diagonal": lambda b, h, q, k: q // 64 == k // 64,
+        "mini_causal": lambda b, h, q, k: q % 128 >= k % 128,
+        "prefix": lambda b, h, q, k: (k < 150) | (k <= q + offset),
+        "dilated_window": lambda b, h, q, k: (
+            (abs(q + offset - k) <= 256) & ((q + offset - k) % 4 == 0)
+        ),
+        "half_identity": lambda b, h, q, k: torch.where(k < n_kv // 2, q >= 0, k <= q + offset),
+        "document": lambda b, h, q, k: documents[b, h, q] == documents[b, h, k],
+        "own_ends": lambda b, h, q, k: k < ends[b, q],
+        "nothing_for_some": lambda b, h, q, k: (q % 97 > 3) & (k <= q),
+    }
 
 
 def tests(device: str, whole: bool) -> list[Test]:
