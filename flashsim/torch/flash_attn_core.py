@@ -88,8 +88,8 @@ def varlen(
         )
     if table is not None:
         stops = [b - a for a, b in pairwise(of_k)]
-        pages = k.transpose(1, 2), v.transpose(1, 2)
-        k, v = (x[0].transpose(0, 1) for x in decoding.live(*pages, stops, table=table)[:2])
+        pools = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (x[0].transpose(0, 1) for x in decoding.live(*pools, stops, table=table)[:2])
     tokens = q.shape[0]
     rows_q, cut_q = _kept_rows(of_q, _used("seqused_q", used[0], of_q), q)
     rows_k, cut_k = _kept_rows(of_k, _used("seqused_k", used[1], of_k), k)
