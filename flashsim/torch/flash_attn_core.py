@@ -88,8 +88,8 @@ def varlen(
         )
     if table is not None:
         stops = [b - a for a, b in pairwise(of_k)]
-        pages = k.transpose(1, 2), v.transpose(1, 2)
-        k, v = (x[0].transpose(0, 1) for x in decoding.live(*pages, stops, table=table)[:2])
+        pools = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (x[0].transpose(0, 1) for x in decoding.live(*pools, stops, table=table)[:2])
     tokens = q.shape[0]
     rows_q, cut_q = _kept_rows(of_q, _used("seqused_q", used[0], of_q), q)
     rows_k, cut_k = _kept_rows(of_k, _used("seqused_k", used[1], of_k), k)
@@ -338,8 +338,8 @@ def attend(
     if qv is not None:
         if qv.shape != (*q.shape[:-1], v.shape[-1]):
             raise ShapeError(
-                "qv must have q's rows and heads, and v's head_dim, got (batch, heads, n, head_dim) "
-                f"of {tuple(qv.shape)}, beside q {tuple(q.shape)} and v {tuple(v.shape)}"
+                "qv must have q's rows and heads, and v's head_dim, got (batch, heads, n, "
+                f"head_dim) of {tuple(qv.shape)}, beside q {tuple(q.shape)} and v {tuple(v.shape)}"
             )
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
         q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)
