@@ -1,14 +1,15 @@
 r"""Compare predicted with measured times of flashsim's kernels on random shapes.
 
     python benchmarks/random_times.py --seeds 1,2,3 --csv out.csv [--shapes 12] [--jobs 14] \
-        [--dtype float16]
+        [--dtype float16] [--grouped]
     python benchmarks/random_times.py --from out.csv [--worst 10]       # predicts again; no GPU
 
 Measuring needs a GPU and CuPy. Shapes are those of `random_shapes.draw`. Each is timed forward, and
 backward in the form that `backward(deterministic=False)` selects, in the way of
 `benchmarks/times.py`: interleaved, after a spinning kernel, the median of five. The file has one
 row per pass and one per stage. The table compares them with `flashsim.predict.predict` for the same
-GPU.
+GPU. `--grouped` keeps only shapes with grouped heads, and times only their forwards: with packed
+query heads and without (`pack_gqa=`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from predict_times import device_of, problem_of, rows_of, without_shares
 
 import flashsim
 from flashsim import FlashSimError, Problem, Tiling
+from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.report import Table
 from flashsim.studies import verify
 from flashsim.studies.predict import predict
@@ -67,7 +69,9 @@ def form(p: Problem) -> str:
     return predict(p, **how).traffic.algorithm
 
 
-def measure(shapes: list[tuple[int, Problem]], seconds: float, path: Path) -> None:
+def measure(
+    shapes: list[tuple[int, Problem]], seconds: float, path: Path, *, grouped: bool = False
+) -> None:
     """Time the shapes and write a row per pass and stage."""
     began, (lab, _) = time.monotonic(), open_lab()
     split, clock = times.Split(lab), times.sm_clock()
@@ -78,7 +82,7 @@ def measure(shapes: list[tuple[int, Problem]], seconds: float, path: Path) -> No
             if time.monotonic() - began > seconds:
                 print(f"out of time: {len(shapes) - done} shapes were not measured")
                 break
-            everyone = list(_passes(lab, p))
+            everyone = list(_passes(lab, p, grouped=grouped))
             times.measure(lab, split, clock, everyone)
             for one in everyone:
                 named = {"seed": seed, "dtype": p.dtype}
@@ -88,12 +92,16 @@ def measure(shapes: list[tuple[int, Problem]], seconds: float, path: Path) -> No
             lab.release()
 
 
-def _passes(lab: Any, p: Problem) -> Iterator[times.Timed]:
+def _passes(lab: Any, p: Problem, *, grouped: bool) -> Iterator[times.Timed]:
     queries, keys = (p.batch, p.heads, p.n_q), (p.batch, p.kv_heads, p.n_kv)
     q, k, v, dout = (lab.array((*x, p.head_dim), p.dtype) for x in (queries, keys, keys, queries))
     options: dict[str, Any] = {"backend": "cupy", "trace": False, "causal": p.causal}
     call = partial(flashsim.run, q, k, v, **options, window=p.window)
     try:
+        if grouped:
+            for packed in (True, False):
+                yield times.Timed("hopper", "forward", partial(call, pack_gqa=packed))
+            return
         result = call()
         yield times.Timed("hopper", "forward", call)
         call = partial(result.backward, dout, deterministic=False)
@@ -103,10 +111,15 @@ def _passes(lab: Any, p: Problem) -> Iterator[times.Timed]:
         print(f"{p}: {error}"[:200])
 
 
-def compile_first(shapes: list[Problem], jobs: int) -> None:
+def compile_first(shapes: list[Problem], jobs: int, *, grouped: bool = False) -> None:
     """Compile every kernel of these shapes."""
     gpu, kernels = times.this_gpu(), []
     for p in shapes:
+        if grouped:
+            for packed in (True, False):
+                (one,) = HOPPER.forward_passes(p, None, gpu, "ascending", "", packed)
+                kernels.append(("hopper", one.kernel))
+            continue
         for name in ("forward", form(p)):
             for one in times.passes_of("hopper", p, name, gpu=gpu):
                 kernels += [("hopper", x.kernel) for x in (*one.before, one)]
@@ -177,6 +190,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--csv", type=Path, help="measure, and write this file")
     parser.add_argument("--from", type=Path, dest="source", help="a file that --csv wrote")
+    parser.add_argument("--grouped", action="store_true", help="forwards of grouped heads only")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument(
         "--seconds", type=float, default=160, help="start no shape after so many seconds"
@@ -189,8 +203,10 @@ def main() -> None:
     if chosen.source is None:
         seeds = [int(seed) for seed in chosen.seeds.split(",")]
         shapes = drawn(seeds, chosen.shapes, chosen.dtype)
-        compile_first([p for _, p in shapes], chosen.jobs)
-        measure(shapes, chosen.seconds, path)
+        if chosen.grouped:
+            shapes = [(seed, p) for seed, p in shapes if p.group > 1]
+        compile_first([p for _, p in shapes], chosen.jobs, grouped=chosen.grouped)
+        measure(shapes, chosen.seconds, path, grouped=chosen.grouped)
     for table in tables(compared(path), chosen.worst):
         print(table.text(width=160))
 

@@ -105,16 +105,11 @@ def papers(name: str = "gpu-papers-h200.csv") -> str:
     return markdown(columns, rows, "causal")
 
 
-def h100() -> str:
-    """Return the papers' shapes on an H100."""
-    return papers("gpu-papers-h100.csv")
-
-
-def short() -> str:
+def short(name: str = "gpu-short-h200.csv") -> str:
     """Return the table of ratios at N = 128 to 768, for 1, 8 and 64 sequences."""
     columns = ["d", "causal", "N", "forward, 1", "8", "64 sequences", "backward, 1", "8", "64"]
     rows: dict[tuple, list[object]] = {}
-    found = shapes("gpu-short-h200.csv", lambda s: (s.d, s.causal, s.n, s.batch))
+    found = shapes(name, lambda s: (s.d, s.causal, s.n, s.batch))
     for direction in ("forward", "backward"):
         for one in found:
             line = rows.setdefault((one.d, one.causal, one.n), [one.d, _mask(one), one.n])
@@ -122,11 +117,11 @@ def short() -> str:
     return markdown(columns, [*rows.values()], "causal")
 
 
-def serving() -> str:
+def serving(name: str = "gpu-serving-h200.csv") -> str:
     """Return the table of times and ratios for grouped query heads."""
     columns = "heads|key heads|N|sequences|window|forward, µs|vs best|backward, µs|vs best"
     rows = []
-    for one in shapes("gpu-serving-h200.csv", lambda s: (s.heads, s.n, s.batch, s.window)):
+    for one in shapes(name, lambda s: (s.heads, s.n, s.batch, s.window)):
         line: list[object] = [one.heads, one.kv_heads, one.n, one.batch, one.window or ""]
         for direction in ("forward", "backward"):
             ms = one.ms(direction)
@@ -192,10 +187,10 @@ def limits() -> str:
     return markdown(columns, rows, "causal|pass")
 
 
-def fp8() -> str:
+def fp8(name: str = "fp8-h200.csv") -> str:
     """Return the table of TFLOP/s of the FP8 forward, and its speed relative to bfloat16."""
     found: dict[tuple[int, bool, int], dict[str, Row]] = {}
-    for row in kept("fp8-h200.csv"):
+    for row in kept(name):
         if row["what"] == "forward":
             where = int(row["head_dim"]), row["causal"] == "True", int(row["n"])
             found.setdefault(where, {})[row["way"]] = row
@@ -210,13 +205,13 @@ def fp8() -> str:
     return markdown(columns.split("|"), rows, "causal")
 
 
-def quantisers() -> str:
+def quantisers(name: str = "fp8-h200.csv") -> str:
     """Return the table of quantisers' bandwidth relative to a copy's."""
     rows: dict[str, dict[str, str]] = {}
-    for row in kept("fp8-h200.csv"):
+    for row in kept(name):
         if row["way"] in ("plain", "rotated"):
-            name = row["what"].rpartition(" ")[2] + ", rotated" * (row["way"] == "rotated")
-            rows.setdefault(row["head_dim"], {})[name] = f"{float(row['of a copy']):.2f}"
+            scale = row["what"].rpartition(" ")[2] + ", rotated" * (row["way"] == "rotated")
+            rows.setdefault(row["head_dim"], {})[scale] = f"{float(row['of a copy']):.2f}"
     columns = ("block", "block, rotated", "head", "head, rotated")
     return markdown(("d", *columns), [[d, *(x[c] for c in columns)] for d, x in rows.items()])
 
@@ -271,17 +266,17 @@ def _speeds(name: str, columns: Sequence[tuple[str, str, str]]) -> str:
     return markdown(["d", "causal", "N", *(head for head, *_ in columns)], lines, "causal")
 
 
-def decoding() -> str:
+def decoding(name: str = "decode-h200.csv") -> str:
     """Return the decoding table: µs of one query, and ratios to others, pages, a copy."""
     found: dict[tuple[int, int, int], dict[str, Row]] = {}
-    for row in kept("decode-h200.csv"):
+    for row in kept(name):
         if row["n_q"] == "1":
             where = -int(row["head_dim"]), int(row["keys"]), int(row["batch"])
             found.setdefault(where, {})[row["implementation"]] = row
     rows = []
     for (d, keys, batch), of in sorted(found.items()):
-        us = {name: float(row["us"]) for name, row in of.items()}
-        ours, *others = (us[name] for name in ("flashsim", "cuDNN", "FlashAttention-2"))
+        us = {which: float(row["us"]) for which, row in of.items()}
+        ours, *others = (us[which] for which in ("flashsim", "cuDNN", "FlashAttention-2"))
         cells = [f"{batch} x {keys:,}, {-d}", of["flashsim"]["splits"]]
         cells += [f"{x:.1f}" if x < 1000 else f"{x:,.0f}" for x in (ours, *others)]
         cells.append(f"{min(others) / ours:.3f}")
@@ -337,11 +332,15 @@ PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("### Grouped query heads", serving),
         ("### Head dimensions", widths),
         ("### Why the slower shapes are slower", limits),
-        ("## An H100", h100),
+        ("## An H100", partial(papers, "gpu-papers-h100.csv")),
+        ("### Short sequences on the H100", partial(short, "gpu-short-h100.csv")),
+        ("### Grouped query heads on the H100", partial(serving, "gpu-serving-h100.csv")),
         ("### Head dimensions on the H100", partial(widths, "gpu-widths-h100.csv")),
         ("### Shapes drawn at random", drawn),
         ("## FP8", fp8),
         ("## FP8", quantisers),
+        ("### FP8 on the H100", partial(fp8, "fp8-h100.csv")),
+        ("### FP8 on the H100", partial(quantisers, "fp8-h100.csv")),
         ("## Our forms beside each other", partial(forms, "forward")),
         ("## Our forms beside each other", partial(forms, "backward")),
         ("### Kernels in Python against those in C++", in_python),
@@ -349,6 +348,7 @@ PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "notebooks/functions_gpu.md": [("## Beside FlexAttention", flex)],
     "notebooks/speed_decoding.md": [
         ("## One query, a long cache", decoding),
+        ("## One query, on an H100", partial(decoding, "decode-h100.csv")),
         ("## Latent attention", latent),
     ],
 }

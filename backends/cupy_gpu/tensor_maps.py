@@ -64,6 +64,8 @@ def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
     planes, rows, columns = tile.shape
     row = columns * tile.spec.itemsize
     shape, steps = [columns, rows, planes, 1], [row, rows * row, planes * rows * row]
+    if box.interleaved:
+        shape, steps = [columns, 2, 4, rows // 8, planes], [4 * row, row, 8 * row, rows * row]
     made, error = _encoded(_TYPES[tile.spec.dtype], pointer, shape, steps, box)
     if error:
         raise UnsupportedError(
@@ -83,6 +85,8 @@ def _encoded(
     """
     rank = len(shape)
     sides = [box.columns, *([box.heads] if box.heads > 1 else []), box.rows // box.heads]
+    if box.interleaved:
+        sides = [box.columns, 2, 4, box.rows // 8]
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _MAP_ALIGNMENT
     made = storage[start : start + _MAP_BYTES]

@@ -154,7 +154,8 @@ class Box:
     `swizzle` is the width of the box in bytes. Inside the box, TMA permutes 16-byte pieces to avoid
     bank conflicts. If `transposed`, the tensor has shape (.., d, n), where n is padded to a
     multiple of 16. With packed heads, `heads` is the number of query heads per group: row r of the
-    box is then query r // heads of head r % heads.
+    box is then query r // heads of head r % heads. If `interleaved`, the rows of each eight are in
+    the order 0, 4, 1, 5, 2, 6, 3, 7.
     """
 
     tensor: str
@@ -163,6 +164,7 @@ class Box:
     swizzle: int = 128
     transposed: bool = False
     heads: int = 1
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)

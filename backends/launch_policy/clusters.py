@@ -8,16 +8,19 @@ from itertools import product
 import numpy as np
 
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy.cost_model import CLUSTERS, Times, shared_out, together
+from flashsim.backends.launch_policy.cost_model import (
+    CLUSTERS,
+    NEXT_WAVE,
+    Times,
+    shared_out,
+    together,
+)
 
 #: Minimum saving of an additional launch, in µs and as a fraction of the pass: some launches with a
 #: smaller predicted saving were slower.
 _LAUNCHED, _LAUNCHED_SHARE = 12.0, 0.005
 #: Number of waves of equal work tiles from which on clusters only take the last one.
 _MANY_WAVES = 2
-#: The µs by which a wave of clusters begins late after another wave of the same launch: the SMs of
-#: a group become free one after the other.
-_NEXT_WAVE = 6.0
 #: With at most so many waves, the longest work tile may leave SMs idle for long. A cluster must
 #: then be predicted to be faster by more than the largest observed error of the prediction.
 _FEW_ROUNDS, _CLUSTERS_DOUBT = 2, 0.08
@@ -69,7 +72,7 @@ def shared_launches(
     def takes(cluster: int, count: int) -> float:
         """Return the predicted µs of a launch."""
         each, waves = times.item + times.visit * -(-steps // cluster), -(-count // places[cluster])
-        return waves * each + (waves * (adding_up + _NEXT_WAVE) - _NEXT_WAVE) * (cluster > 1)
+        return waves * each + (waves * (adding_up + NEXT_WAVE) - NEXT_WAVE) * (cluster > 1)
 
     found: dict[tuple[tuple[int, int], ...], float]
     found = {((c, items),): takes(c, items) for c in places}

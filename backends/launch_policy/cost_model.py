@@ -107,6 +107,9 @@ WITHOUT_DELTA = -1.0
 #: Extra times of the fused form: µs of one more launch; and the fraction of HBM's bandwidth at
 #: which float32 dQ is cleared, read again and stored.
 CONVERTING, CONVERTED = 1.1, 0.6
+#: Extra µs of three passes in which some of dQ's work tiles wait for those of dK and dV: a block
+#: needs a whole SM, so it loads its first tiles only after another block has left.
+WAITING = 2.0
 #: Extra µs for a cluster to start together and to add its blocks' shares of a work tile.
 ADDING_UP = {64: 3.8, 128: 5.4}
 #: Blocks per cluster, and the fraction of the SMs that clusters of this size keep busy. If not all
@@ -115,6 +118,10 @@ ADDING_UP = {64: 3.8, 128: 5.4}
 #: that 66, 30 and 15 clusters run at once.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 TOGETHER = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
+#: The µs by which a wave of clusters begins late after another wave of the same launch: the SMs of
+#: a group become free one after the other. The two SMs of a pair become free together more often,
+#: so a launch of unequal work tiles in clusters of two does not lose this time.
+NEXT_WAVE = 6.0
 #: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
 #: For head groups of several waves: the relative difference of two ends below which smaller groups
@@ -192,7 +199,7 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     "flash2-once" is the only backward algorithm without a delta kernel. The prediction for
     "flash2-once" includes `WITHOUT_DELTA`. The model assumes that a kernel begins on an SM as soon
     as the previous kernel has left that SM. The kernel that converts dQ starts when all SMs have
-    finished.
+    finished. If dQ's own pass needs SMs that are not idle, the prediction includes `WAITING`.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -205,6 +212,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
             moved = p.batch * p.heads * p.n_q * p.head_dim * row
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:
+            if one.stage.name == "dq" and one.walks * one.tables.tiles > free.count(0.0):
+                more = WAITING
             steps = one.tables.visits * (p.group if one.stage.per == "group" else 1)
             times = known[one.stage.name], ADDING_UP[width]
             for part in (*one.before, one):
@@ -232,7 +241,8 @@ def shared_out(
     `steps` lists the visits (tile pairs) per work tile of each of the `walks` heads. Each work tile
     is shared by `cluster` blocks, which costs `adding_up` extra µs if `cluster` exceeds 1. If there
     are at most `at_once` clusters, all run at the same time; otherwise only part of the SMs can
-    form clusters (`CLUSTERS`). With `in_waves`, all work tiles are equal, and `at_once` clusters
+    form clusters (`CLUSTERS`), and a further wave of them begins late (`NEXT_WAVE`). If `at_once`
+    is 0, the number is not known. With `in_waves`, all work tiles are equal, and `at_once` clusters
     run at the same time in any case. `free` holds the µs at which each SM becomes free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
@@ -242,11 +252,17 @@ def shared_out(
     if walks * len(items) > _ROUNDS * places:
         done = (sum(free[:places]) + walks * float(items.sum())) / places
         return [*[done] * places * cluster, *free[cluster * places :]]
-    return ends_of_launch(np.sort(items)[::-1].tolist(), walks, cluster, places, free)
+    late = NEXT_WAVE if cluster > 2 and walks * len(items) > at_once > 0 else 0.0
+    return ends_of_launch(np.sort(items)[::-1].tolist(), walks, cluster, places, free, late)
 
 
 def ends_of_launch(
-    takes: Sequence[float], walks: int, cluster: int, places: int, free: Sequence[float]
+    takes: Sequence[float],
+    walks: int,
+    cluster: int,
+    places: int,
+    free: Sequence[float],
+    late: float = 0.0,
 ) -> list[float]:
     """Return the predicted µs, unordered, at which each SM finishes its work in a launch.
 
@@ -256,7 +272,7 @@ def ends_of_launch(
     """
     sooner = sorted(free)
     begun = sooner[cluster - 1 : cluster * places : cluster]
-    return [*ends(takes, walks, walks, begun) * cluster, *sooner[cluster * places :]]
+    return [*ends(takes, walks, walks, begun, late) * cluster, *sooner[cluster * places :]]
 
 
 def has_equal_tiles(stage: plans.Stage, tables: Lowered) -> bool:
@@ -285,19 +301,22 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
     return share * problem.heads * len(visits), share * problem.kv_heads * columns
 
 
-def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
+def ends(
+    takes: Sequence[float], walks: int, clump: int, free: Sequence[float], late: float = 0.0
+) -> list[float]:
     """Return the µs, unordered, at which each SM or cluster finishes its last work tile.
 
     `takes` holds the times of one head's work tiles, in the order in which SMs take the work tiles.
     The `walks` heads run in head groups of `clump` heads. SMs take the first work tile of every
     head in a group, followed by every head's second work tile, and so on. `free` holds the time at
-    which each SM (or cluster) becomes free.
+    which each SM (or cluster) becomes free. A work tile that follows another one begins `late` µs
+    after its end.
     """
-    return [end for end, _, _ in last_items(takes, walks, clump, free)]
+    return [end for end, _, _ in last_items(takes, walks, clump, free, late)]
 
 
 def last_items(
-    takes: Sequence[float], walks: int, clump: int, free: Sequence[float]
+    takes: Sequence[float], walks: int, clump: int, free: Sequence[float], late: float = 0.0
 ) -> list[tuple[float, int, int]]:
     """Return each SM's last work tile as (end time, number of the SM, index in `takes`).
 
@@ -310,8 +329,9 @@ def last_items(
     for first in range(0, walks, clump):
         for number, item in enumerate(takes):
             for _ in range(min(clump, walks - first)):
-                end, place, _ = held[0]
-                heapq.heapreplace(held, (end + item, place, number))
+                end, place, previous = held[0]
+                begin = end + late if previous >= 0 else end
+                heapq.heapreplace(held, (begin + item, place, number))
     return held
 
 

@@ -44,12 +44,15 @@ def forward_kernel(
     advance = _in_advance(problem, rings) if ahead else ""
     if advance == "tile" and tile is not None:
         size = tile.spec.itemsize
+        # float32 elements would have bank conflicts; the tensor map needs whole groups of rows
+        interleaved = size == 4 and tile.shape[1] % 8 == 0
         more |= {
             "TILE": rings.tile,
             "TILE_BYTES": size,
             "TILE_BF16": tile.spec.dtype == "bfloat16",
+            "TILE_INTERLEAVED": interleaved,
         }
-        boxes += (Box(launch.TILE, 64, 128 // size),)
+        boxes += (Box(launch.TILE, 64, 128 // size, interleaved=interleaved),)
     elif advance == "ramp":
         # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}

@@ -47,7 +47,8 @@ def run(
     """Compute attention tile by tile, on the simulator, the CPU or a GPU.
 
     The result is ``softmax(mask(score_mod(softcap(scale q k^T) + bias))) v``. If there is no batch
-    entry, query or key, out and gradients are zeros and the LSE is -inf; no trace is recorded.
+    entry, query or key, out and gradients are zeros and the LSE is -inf (with `sinks`, the sinks);
+    no trace is recorded.
 
     Parameters
     ----------

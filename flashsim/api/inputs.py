@@ -18,7 +18,7 @@ from flashsim.errors import (
     shown,
 )
 from flashsim.functions.mask import MaskFunction
-from flashsim.functions.tracing import host_values, trace_score
+from flashsim.functions.tracing import Traced, host_values, trace_score
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
@@ -61,8 +61,8 @@ class Inputs(NamedTuple):
     """Checked 4-D arrays and their problem; `ndim` is the number of axes of the user's arrays.
 
     If the batch, the queries or the keys have size 0, `empty` is True. An empty problem has size 1
-    instead of 0, and no offsets, block mask or functions. `captured` holds the arrays that the
-    score function captures, as the user passed them.
+    instead of 0, and no offsets, block mask or functions. `score` is the traced score function,
+    also of an empty problem, with the arrays that it captures as the user passed them.
     """
 
     problem: Problem
@@ -75,7 +75,7 @@ class Inputs(NamedTuple):
     sinks: Any = None
     score_arrays: tuple[Any, ...] = ()
     mask_arrays: tuple[Any, ...] = ()
-    captured: tuple[Any, ...] = ()
+    score: Traced | None = None
 
 
 def offsets(cu_seqlens: Any) -> Any:
@@ -170,17 +170,16 @@ def prepare(
         block_mask = None
         leading = None if leading is None else (max(leading[0], 1), leading[1])
     mask_mod, score_mod, sinks = request.mask_mod, request.score_mod, request.sinks
-    captured: tuple[Any, ...] = ()
+    score = None if score_mod is None else trace_score(score_mod)
     mask_arrays: tuple[Any, ...] = ()
     score_arrays: tuple[Any, ...] = ()
     if mask_mod is not None:
         mask_mod = MaskFunction.of(mask_mod)
         mask_arrays = mask_mod.originals
-    if score_mod is not None:
-        score_mod, captured = trace_score(score_mod)
-        score_arrays = captured
+    if score is not None:
+        score_mod, score_arrays = score
         if on_cpu:
-            pairs = zip(captured, score_mod.arrays, strict=True)
+            pairs = zip(score_arrays, score_mod.arrays, strict=True)
             score_arrays = tuple(host_values(x, spec, copy=False) for x, spec in pairs)
     if empty:  # there is no score
         mask_mod = score_mod = None
@@ -204,10 +203,12 @@ def prepare(
                 check_finite(name, x)
     if ndim < 4:
         q, k, v = expand(q), expand(k), expand(v)
-    if sinks is not None and on_cpu:
+    if sinks is not None and (on_cpu or not hasattr(sinks, "shape")):
         sinks = checks.sinks(sinks, problem.heads).astype(problem.compute_dtype, copy=False)
+    elif sinks is not None:
+        checks.sinks_shape(sinks, problem.heads)
     checked_parts = problem, q, k, v, bias, ndim, empty
-    return Inputs(*checked_parts, sinks, score_arrays, mask_arrays, captured)
+    return Inputs(*checked_parts, sinks, score_arrays, mask_arrays, score)
 
 
 #: The same arguments are validated only once, because it takes a large part of a short GPU call.

@@ -20,6 +20,7 @@ from flashsim.errors import (
     UnsupportedError,
     reject_unknown,
 )
+from flashsim.functions.tracing import Traced
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.precision import Precision
@@ -45,7 +46,7 @@ class Checked:
     ndim: int
     bias_shape: tuple[int, ...] | None
     empty: bool = False
-    captured: tuple[Any, ...] = ()
+    score: Traced | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the object's state without the engine, a module that cannot be pickled."""
@@ -53,7 +54,9 @@ class Checked:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         engine = dispatch.engine(state["backend"])
-        self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
+        self.__dict__.update(
+            state, engine=Nothing(engine, state["score"]) if state["empty"] else engine
+        )
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
         """Return a copy of an already checked job, with other arrays of the same shapes and types.
@@ -84,15 +87,16 @@ class Checked:
         """Return the `Job` of the backward pass that follows the forward pass `mine`.
 
         `dlse` is true if the caller passes a gradient of the LSE. `captured` names the captured
-        arrays of the score function whose gradients the caller wants.
+        arrays of the score function whose gradients the caller wants; an empty problem has none.
         """
+        captured = () if self.empty else tuple(captured)
         engine = self.engine
         form = plans.backward_form(mine.algorithm, deterministic)  # raises if there is none
         if trace is not None:
             trace = inputs.check_trace_mode(trace, self.backend)
         job = replace(
             mine,
-            problem=_with(mine.problem, dlse=dlse, score_grads=tuple(captured)),
+            problem=_with(mine.problem, dlse=dlse, score_grads=captured),
             tiling=tiling,
             algorithm=form,
             trace=mine.trace if trace is None else trace,
@@ -277,9 +281,9 @@ def _check(
         score_arrays=prepared.score_arrays,
         mask_arrays=prepared.mask_arrays,
     )
-    runs = Nothing(engine) if empty else engine
+    runs = Nothing(engine, prepared.score) if empty else engine
     bias_shape = None if bias is None else tuple(bias.shape)
-    return Checked(runs, backend, host, job, prepared.ndim, bias_shape, empty, prepared.captured)
+    return Checked(runs, backend, host, job, prepared.ndim, bias_shape, empty, prepared.score)
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:

@@ -22,6 +22,7 @@ from flashsim.api.arrays import (
 from flashsim.api.request import Checked, adopted
 from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import TraceError, UnsupportedError, own_errors
+from flashsim.functions.tracing import Traced
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule.split import WHOLE, Split
@@ -218,6 +219,7 @@ class Result(_Pass):
         """
         asked, mine, host = self._asked, self._job, self._asked.host
         on_cpu = asked.backend in dispatch.ON_CPU
+        wanted = _wanted(asked.score, captured)
         alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)
         if mine.problem.score_mod is not None or mine.bias is not None:
             alike = None
@@ -235,7 +237,7 @@ class Result(_Pass):
             job = asked.backward_job(
                 *(mine, self._saved, tiling, deterministic, trace),
                 dlse=dlse is not None,
-                captured=_wanted(mine, asked.captured, captured),
+                captured=wanted,
             )
             if alike is not None:
                 mine.memo[alike] = job.given(None, None, None)
@@ -252,7 +254,7 @@ class Result(_Pass):
             Gradients,
             **{name: host.give(squeeze(arrays[name], asked.ndim)) for name in ("dq", "dk", "dv")},
             dbias=None if dbias is None else host.give(dbias.reshape(asked.bias_shape)),
-            captured=_captured(job, arrays, host.give),
+            captured=_captured(asked.score, wanted, arrays, host.give),
             dsinks=None if "dsinks" not in arrays else host.give(arrays["dsinks"]),
             kernel=outcome.kernel,
             tiling=outcome.tiling,
@@ -265,16 +267,15 @@ def _cell(ran: Result | Gradients) -> str:
     return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
 
 
-def _wanted(mine: Job, arrays: Sequence[Any], asked: bool | Sequence[str] | None) -> list[str]:
+def _wanted(score: Traced | None, asked: bool | Sequence[str] | None) -> list[str]:
     """Return the names of the captured arrays whose gradients were requested."""
-    graph = mine.problem.score_mod
-    able = [] if graph is None else [spec.name for spec in graph.differentiable]
+    able = [] if score is None else [spec.name for spec in score.graph.differentiable]
     if asked is True:
         return able
     if asked is None or asked is False:
-        if graph is None or asked is False:
+        if score is None or asked is False:
             return []
-        pairs = zip(graph.arrays, arrays, strict=True)
+        pairs = zip(score.graph.arrays, score.arrays, strict=True)
         asking = {spec.name for spec, x in pairs if getattr(x, "requires_grad", False)}
         return [name for name in able if name in asking]
     for name in [asked] if isinstance(asked, str) else asked:
@@ -282,11 +283,16 @@ def _wanted(mine: Job, arrays: Sequence[Any], asked: bool | Sequence[str] | None
     return [name for name in able if name in asked]
 
 
-def _captured(job: Job, results: Mapping[str, Any], give: Callable[[Any], Any]) -> dict[str, Any]:
+def _captured(
+    score: Traced | None,
+    wanted: Sequence[str],
+    results: Mapping[str, Any],
+    give: Callable[[Any], Any],
+) -> dict[str, Any]:
     """Return the captured arrays' gradients by name, each in its array's shape and type."""
-    graph, captured = job.problem.score_mod, {}
-    for spec in () if graph is None else graph.arrays:
-        if f"d:{spec.name}" in results:
+    captured = {}
+    for spec in () if score is None else score.graph.arrays:
+        if spec.name in wanted:
             gradient = results[f"d:{spec.name}"]
             if isinstance(gradient, np.ndarray):
                 gradient = gradient.astype(numpy_dtype(spec.dtype), copy=False)

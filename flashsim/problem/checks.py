@@ -117,12 +117,17 @@ def sinks(values: Any, heads: int) -> np.ndarray:
     """Return sinks, an array-like of (heads,) floats, as a NumPy array."""
     array = as_array("sinks", values)
     floats = array.dtype.kind == "f" or array.dtype.name in DTYPES  # NumPy does not know bfloat16
-    if array.shape != (heads,) or not floats:
+    sinks_shape(array, heads, floats=floats)
+    return array
+
+
+def sinks_shape(array: Any, heads: int, *, floats: bool = True) -> None:
+    """Raise `ShapeError` unless sinks, an array of any library, are (heads,) and `floats`."""
+    if tuple(array.shape) != (heads,) or not floats:
         raise ShapeError(
             f"sinks must be floats of shape ({heads},), one per query head, got {array.dtype} of "
-            f"shape {array.shape}"
+            f"shape {tuple(array.shape)}"
         )
-    return array
 
 
 def number(name: str, value: Any, low: float = -math.inf) -> float:

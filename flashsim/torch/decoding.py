@@ -74,6 +74,9 @@ def decode(
     FlashSimError
         For shapes, types and options that flashsim does not support.
     """
+    if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        kinds = ", ".join(type(x).__name__ for x in (q, k_cache, v_cache))
+        raise DTypeError(f"q, k_cache and v_cache must be tensors, got {kinds}")
     lengths = integers("cache_seqlens", cache_seqlens, q)
     starts = integers("cache_starts", cache_starts, q)
     entries = integers("cache_batch_idx", cache_batch_idx, q)
@@ -243,8 +246,8 @@ def _packed(*call: Any) -> tuple[Tensor, Tensor]:
     batch, n_q = q.shape[0], q.shape[2]
     stops = [problem.n_kv] * batch
     if lengths is not None:
-        stops = lengths.clamp(0, problem.n_kv).tolist()
-    begins = None if starts is None else starts.clamp_min(0).tolist()
+        stops = lengths.tolist()
+    begins = None if starts is None else starts.tolist()
     k, v, cu_k = live(k, v, stops, begins, None if entries is None else entries.tolist(), table)
     rows_of_q = q.transpose(0, 1).reshape(1, q.shape[1], batch * n_q, -1)
     result = execution.run(
@@ -272,9 +275,16 @@ def live(
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Copy the live keys and values of all sequences, each to (1, kv_heads, tokens, width).
 
-    Also return the offsets of the sequences. The caches and the table are those of `decode`.
+    Also return the offsets of the sequences. The caches and the table are those of `decode`. Starts
+    and stops outside a sequence's room in the cache count as the nearest end of it.
     """
-    packed = []
+    packed, room = [], k.shape[2] * (1 if table is None else table.shape[1])
+    stops = [min(max(stop, 0), room) for stop in stops]
+    pairs = zip(starts or (0,) * len(stops), stops, strict=True)
+    begins = [min(max(start, 0), stop) for start, stop in pairs]
+    if entries is not None:
+        numbers = torch.tensor(entries)
+        check_within("cache_batch_idx must select the caches' entries", numbers, k.shape[0])
     for x in (k, v):
         parts = []
         for b, stop in enumerate(stops):
@@ -282,11 +292,25 @@ def live(
                 whole = x[b if entries is None else entries[b]]
             else:
                 used = table[b, : -(-stop // x.shape[2])].long()
+                check_within("block_table must select the caches' pages", used, x.shape[0])
                 whole = x[used].transpose(0, 1).flatten(1, 2)
-            parts.append(whole[:, min(0 if starts is None else starts[b], stop) : stop])
+            parts.append(whole[:, begins[b] : stop])
         packed.append(torch.cat(parts, 1)[None])
     offsets = tuple(accumulate((part.shape[1] for part in parts), initial=0))
     return packed[0], packed[1], offsets
+
+
+def check_within(rule: str, numbers: Tensor, size: int) -> None:
+    """Raise `ShapeError`, which begins with `rule`, unless the numbers are 0 to ``size - 1``.
+
+    Numbers on a GPU, and those that torch.compile or a mode of torch observes, are not read.
+    """
+    seen = torch.compiler.is_compiling() or type(numbers) is not Tensor or not direct.unwatched()
+    if seen or not numbers.is_cpu or not numbers.numel():
+        return
+    least, most = (int(n) for n in numbers.aminmax())
+    if least < 0 or most >= size:
+        raise ShapeError(f"{rule} 0 to {size - 1}, got {least} to {most}")
 
 
 _LIBRARY.impl("decode", _on_gpu, "CUDA")

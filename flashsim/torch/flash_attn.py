@@ -313,6 +313,10 @@ def flash_attn_combine(
     # A split without keys may contain any values: its weight is 0.
     parts = torch.where(weights > 0, out_partial.float(), 0.0)
     merged = (weights * parts).sum(0)
+    if out is not None and out.shape != merged.shape:
+        raise ShapeError(
+            f"out must have the shape {tuple(merged.shape)} of the result, got {tuple(out.shape)}"
+        )
     if out is None:
         return merged.to(out_dtype or out_partial.dtype), lse
     return out.copy_(merged), lse

@@ -76,6 +76,10 @@ def varlen(
     `packed` are q, k, v and qv; `offsets` and `used` are of the queries and of the keys.
     """
     q, k, v, qv = packed
+    rows, pages = "(tokens, heads, head_dim)", "(pages, page_size, heads, head_dim)"
+    for name, x in zip(("q", "k", "v", "qv"), packed, strict=True):
+        if name != "qv" or x is not None:
+            _check_axes(name, x, rows if table is None or name in ("q", "qv") else pages)
     of_q, of_k = (_offsets(f"cu_seqlens_{x}", of) for x, of in zip("qk", offsets, strict=True))
     if len(of_q) != len(of_k):
         raise ShapeError(
@@ -84,8 +88,8 @@ def varlen(
         )
     if table is not None:
         stops = [b - a for a, b in pairwise(of_k)]
-        pages = k.transpose(1, 2), v.transpose(1, 2)
-        k, v = (x[0].transpose(0, 1) for x in decoding.live(*pages, stops, table=table)[:2])
+        pools = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (x[0].transpose(0, 1) for x in decoding.live(*pools, stops, table=table)[:2])
     tokens = q.shape[0]
     rows_q, cut_q = _kept_rows(of_q, _used("seqused_q", used[0], of_q), q)
     rows_k, cut_k = _kept_rows(of_k, _used("seqused_k", used[1], of_k), k)
@@ -112,22 +116,25 @@ def with_cache(
     The results are an output of shape (batch, n_q, heads, d) and an LSE of shape (batch, heads,
     n_q).
     """
-    cache = _checked(cache)
+    _check_axes("q", q)
+    names = ("cache_seqlens", "cache_batch_idx", "cache_leftpad")
+    numbers = zip(names, (cache.lengths, cache.entries, cache.starts), strict=True)
+    lengths, entries, starts = (decoding.integers(name, x, q) for name, x in numbers)
+    cache = cache._replace(lengths=lengths, entries=entries, starts=starts)
+    cache = _checked(cache, q.shape[0])
     for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
+        _check_axes(name, x)
         if x.stride(-1) != 1:
             raise ShapeError(
                 f"{name} must have a contiguous last dimension, got strides {x.stride()}; pass "
                 f"{name}.contiguous()"
             )
     batch, n_q = q.shape[:2]
-    lengths = decoding.integers("cache_seqlens", cache.lengths, q)
-    cache = cache._replace(lengths=lengths)
-    if cache.cos is not None and (
-        cache.sin is None or cache.new_k is None or cache.lengths is None
-    ):
+    needed = cache.cos, cache.sin, cache.new_k, cache.lengths
+    if (cache.cos is not None or cache.sin is not None) and any(x is None for x in needed):
         raise OptionError(
             "rotary_cos= also needs rotary_sin=, new keys and values as k= and v=, and "
-            "their positions as cache_seqlens="
+            "their positions as cache_seqlens=; rotary_sin= needs rotary_cos="
         )
     if cache.new_k is not None and cache.lengths is None:
         raise OptionError(
@@ -135,10 +142,13 @@ def with_cache(
             "which they are written"
         )
     if cache.new_k is not None:
+        _check_axes("k", cache.new_k)
         n_new = cache.new_k.shape[1]
         rows = (_Rows.of_batch(batch, n, q.device) for n in (n_q, n_new))
         q, lengths = _turned_and_appended(q, cache, scores, *rows), lengths + n_new
     padded_pages = cache.table is not None and cache.starts is not None
+    if qv is not None:
+        _check_axes("qv", qv)
     alone = qv is not None or scores.chunk or scores.slopes is not None
     if alone or q.dtype in _FP8 or padded_pages:
         stops = [_room(cache)] * batch if lengths is None else lengths.tolist()
@@ -171,10 +181,15 @@ def packed_over_cache(
     """
     of_q = _offsets("cu_seqlens_q", cu_seqlens_q)
     batch, lengths = len(of_q) - 1, cache.lengths
-    cache = _checked(cache)
+    cache = _checked(cache, batch)
     if lengths is None or isinstance(lengths, int):
         lengths = [_room(cache) if lengths is None else lengths] * batch
     before = torch.as_tensor(lengths, device=q.device)
+    if before.shape != (batch,):
+        raise ShapeError(
+            f"cache_seqlens must be {batch} integers, one per sequence, got a tensor of shape "
+            f"{tuple(before.shape)}"
+        )
     k, v, of_new = cache.new_k, cache.new_v, (0,) * (batch + 1)
     if k is not None and cu_seqlens_new is not None:
         of_new = _offsets("cu_seqlens_k_new", cu_seqlens_new)
@@ -207,16 +222,25 @@ class _Rows(NamedTuple):
         return cls(sequence, torch.arange(of[-1], device=device) - offsets[sequence])
 
 
-def _checked(cache: Cache) -> Cache:
+def _checked(cache: Cache, batch: int) -> Cache:
     """Return a cache in which row b of the block table, if there is one, is of sequence b."""
     if (cache.new_k is None) != (cache.new_v is None):
         raise OptionError(
             "k= and v= hold the new keys and values, but only one of them was passed; pass "
             "both, or neither"
         )
-    if cache.table is None or cache.entries is None:
+    table, entries = cache.table, cache.entries
+    if table is None:
         return cache
-    return cache._replace(table=cache.table[cache.entries.long()], entries=None)
+    if table.ndim != 2 or table.is_floating_point() or (entries is None and len(table) != batch):
+        raise ShapeError(
+            f"block_table must be integers of shape ({batch}, max_pages), got {table.dtype} of "
+            f"shape {tuple(table.shape)}"
+        )
+    if entries is None:
+        return cache
+    decoding.check_within("cache_batch_idx must select rows of block_table,", entries, len(table))
+    return cache._replace(table=table[entries.long()], entries=None)
 
 
 def _room(cache: Cache) -> int:
@@ -232,8 +256,20 @@ def _turned_and_appended(
     Without a causal mask and a window, all queries of a sequence have the same position.
     """
     k, v = cache.new_k, cache.new_v
+    leading = torch.broadcast_shapes(new_rows.sequence.shape, new_rows.number.shape)
+    for name, new, old in (("k", k, cache.k), ("v", v, cache.v)):
+        if new is not None and new.shape != (*leading, *old.shape[2:]):
+            raise ShapeError(
+                f"{name}= must have new rows for {name}_cache, of shape "
+                f"{(*leading, *old.shape[2:])}, got {tuple(new.shape)}"
+            )
     if cache.cos is not None and cache.sin is not None:
         first = cache.lengths if cache.at is None else cache.at
+        if first.shape != cache.lengths.shape:
+            raise ShapeError(
+                f"rotary_seqlens must have the shape {tuple(cache.lengths.shape)}, one position "
+                f"per sequence, got {tuple(first.shape)}"
+            )
         turn = partial(rotated, cos=cache.cos, sin=cache.sin, interleaved=cache.interleaved)
         moves = scores.causal or _window(scores.window) is not None
         q = turn(q, first[rows.sequence].long() + (rows.number if moves else 0))
@@ -254,6 +290,8 @@ def rotated(x: Tensor, at: Tensor, *, cos: Tensor, sin: Tensor, interleaved: boo
             "rotary_cos and rotary_sin must have the same shape (positions, at most "
             f"{x.shape[-1] // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
+    rows = "positions to rotate by must be rows of rotary_cos,"
+    decoding.check_within(rows, at, cos.shape[0])
     c, s = (t[at].unsqueeze(-2).float() for t in (cos, sin))
     turning, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     if interleaved:
@@ -268,11 +306,15 @@ def rotated(x: Tensor, at: Tensor, *, cos: Tensor, sin: Tensor, interleaved: boo
 def _append(cache: Cache, k: Tensor, v: Tensor, rows: _Rows) -> None:
     """Append new rows to each sequence's rows in a cache, in place."""
     which, at = rows.sequence, cache.lengths[rows.sequence].long() + rows.number
+    within = decoding.check_within
+    within("new keys, from cache_seqlens on, must fit in the cache's rows", at, _room(cache))
     if cache.table is not None:
         size = cache.k.shape[1]
         which, at = cache.table.long()[which, at // size], at % size
+        within("block_table must select the caches' pages", which, cache.k.shape[0])
     elif cache.entries is not None:
         which = cache.entries.long()[which]
+        within("cache_batch_idx must select the caches' entries", which, cache.k.shape[0])
     for place, new in ((cache.k, k), (cache.v, v)):
         place.index_put_((which, at), new.to(place.dtype))
 
@@ -294,6 +336,11 @@ def attend(
     if scores.descales or q.dtype in _FP8:
         q, k, v = _widened(q, k, v, scores.descales, cuts)
     if qv is not None:
+        if qv.shape != (*q.shape[:-1], v.shape[-1]):
+            raise ShapeError(
+                "qv must have q's rows and heads, and v's head_dim, got (batch, heads, n, "
+                f"head_dim) of {tuple(qv.shape)}, beside q {tuple(q.shape)} and v {tuple(v.shape)}"
+            )
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
         q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)
     batch, heads, n_q, _ = q.shape
@@ -343,7 +390,7 @@ def _chunked(cuts: Cuts, chunk: int) -> Cuts:
         if of_q[-1] < b:
             of_q.append(b)
             of_k.append(d)
-    return tuple(of_q), tuple(of_k)
+    return (tuple(of_q), tuple(of_k)) if len(of_q) > 1 else ((0, 0), (0, 0))
 
 
 def _widened(
@@ -503,9 +550,9 @@ def _kept_rows(
 def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | None:
     if given is None:
         return None
-    used = [int(n) for n in given.tolist()]
+    used = [int(n) for n in given.flatten().tolist()]
     if len(used) != len(of) - 1 or any(
-        n > b - a for n, (a, b) in zip(used, pairwise(of), strict=True)
+        not 0 <= n <= b - a for n, (a, b) in zip(used, pairwise(of), strict=True)
     ):
         raise ShapeError(
             f"{name} must be {len(of) - 1} lengths, each at most the length of its sequence, got "
@@ -515,7 +562,7 @@ def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | N
 
 
 def _offsets(name: str, given: Any) -> tuple[int, ...]:
-    values = given.tolist() if isinstance(given, Tensor) else list(given)
+    values = given.flatten().tolist() if isinstance(given, Tensor) else list(given)
     if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ShapeError(f"{name} must begin at 0 and not decrease, got {values[:8]}")
     return tuple(values)
@@ -523,10 +570,15 @@ def _offsets(name: str, given: Any) -> tuple[int, ...]:
 
 def by_head(name: str, x: Tensor) -> Tensor:
     """Return a (batch, n, heads, d) tensor as (batch, heads, n, d); raise ShapeError otherwise."""
-    if not isinstance(x, Tensor) or x.ndim != 4:
-        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ShapeError(f"{name} must be a tensor (batch, n, heads, head_dim), got {found}")
+    _check_axes(name, x)
     return x.transpose(1, 2)
+
+
+def _check_axes(name: str, x: Any, axes: str = "(batch, n, heads, head_dim)") -> None:
+    """Raise ShapeError unless `x` is a tensor with these axes."""
+    if not isinstance(x, Tensor) or x.ndim != axes.count(",") + 1:
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ShapeError(f"{name} must be a tensor {axes}, got {found}")
 
 
 def unpacked(qkv: Tensor) -> tuple[Tensor, ...]:

@@ -84,7 +84,7 @@ def flex_attention(
         check_sinks(sinks, query)
     compiles = torch.compiler.is_dynamo_compiling() and flex_compiled.known()
     attend = _compiled if compiles else uncompiled
-    backend = backend or default_backend(query)
+    backend = default_backend(query) if backend is None else backend
     out, lse = attend((query, key, value), score_mod, block_mask, scale, sinks, backend)
     return (out, lse) if return_lse else out
 

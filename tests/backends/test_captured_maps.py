@@ -17,7 +17,7 @@ from flashsim.errors import UnsupportedError
 pytestmark = pytest.mark.promise("failures end in words")
 
 
-def asked_of(monkeypatch, answer):
+def asked_of(monkeypatch, answer, **more):
     """The map of a bias (heads, queries, keys), and the sizes that the driver was asked for."""
     asked = []
 
@@ -31,7 +31,7 @@ def asked_of(monkeypatch, answer):
     problem = Problem(
         *(32, 64, 16), heads=4, dtype="bfloat16", score_mod=lambda s, b, h, q, k: s + bias[h, q, k]
     )
-    made = tensor_maps.encode_tile(tile_of(problem), Box("tile", 8, 32), 256)
+    made = tensor_maps.encode_tile(tile_of(problem), Box("tile", 8, 32, **more), 256)
     return made, asked[0]
 
 
@@ -40,6 +40,11 @@ def test_a_bias_is_planes_of_queries_and_keys(monkeypatch):
     assert (shape, steps, box) == ([64, 32, 4, 1], [256, 8192, 32768], [32, 8, 1, 1])
     assert made.nbytes == 128
     assert made.ctypes.data % ctypes.sizeof(ctypes.c_uint64) == 0
+
+
+def test_rows_are_interleaved_with_those_four_below(monkeypatch):
+    _, (shape, steps, box) = asked_of(monkeypatch, 0, interleaved=True)
+    assert (shape, steps, box) == ([64, 2, 4, 4, 4], [1024, 256, 2048, 8192], [32, 2, 4, 1, 1])
 
 
 def test_an_array_that_the_driver_refuses_is_named(monkeypatch):

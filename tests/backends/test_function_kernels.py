@@ -39,6 +39,7 @@ slopes = np.linspace(0.05, 0.2, 4, dtype=np.float32)
 table = RNG.normal(size=(4, 1024)).astype(np.float32)
 bias = RNG.normal(size=(300, 300)).astype(np.float16)
 planes = RNG.normal(size=(2, 210, 208)).astype(np.float16)  # rows of whole 16 bytes
+wide_planes = planes[:, :208].astype(np.float32)  # whole groups of eight rows
 buckets = RNG.normal(size=(4, 12)).astype(np.float32)
 plane = RNG.normal(size=(210, 204)).astype(np.float32)
 document = np.sort(RNG.integers(0, 3, (2, 512)).astype(np.int32), axis=1)
@@ -68,6 +69,7 @@ F = SimpleNamespace(
     relative_and_keys=lambda s, b, h, q, k: s + table[h, q - k + 512] + bias[0, k],
     biased=lambda s, b, h, q, k: s + bias[q, k],
     of_planes=lambda s, b, h, q, k: s + planes[h // 2, q, k] * slopes[h],
+    of_wide_planes=lambda s, b, h, q, k: s + wide_planes[h // 2, q, k],
     of_plane=lambda s, b, h, q, k: s + plane[q, k],
     capped=lambda s, b, h, q, k: 3 * np.tanh(s / 3) * (1 + slopes[h]),
     decaying=lambda s, b, h, q, k: s * np.exp(k - q),  # beyond float32 at keys after the query
@@ -89,6 +91,7 @@ CAPTURED = {
     F.relative_and_keys: {"table": table, "bias": bias},
     F.biased: {"bias": bias},
     F.of_planes: {"planes": planes, "slopes": slopes},
+    F.of_wide_planes: {"wide_planes": wide_planes},
     F.of_plane: {"plane": plane},
     F.capped: {"slopes": slopes},
 }
@@ -173,6 +176,7 @@ HOPPER_CASES = {
     "softcap 96": case(130, 130, 96, F.dilated, softcap=3.0),
     "sinks 64": case(100, 130, 64, sinks=True, causal=True),
     "planes 64": case(200, 207, 64, F.late, F.of_planes),
+    "wide planes 64": case(200, 207, 64, F.late, F.of_wide_planes),
     "plane 128": case(130, 200, 128, None, F.of_plane),
     "bounded 64": case(130, 200, 64, F.late, F.bounded, sinks=True),
     "packed 64": case(170, 200, 64, F.causal, F.relative, **PACKED),
@@ -301,6 +305,7 @@ SEEDED = {
     "causal": case(130, 130, 64, F.causal, F.alibi, sinks=True),
     "called": case(130, 130, 64, F.dilated, F.alibi, sinks=True),
     "planes": case(128, 128, 64, None, F.of_planes),  # a bias that comes by TMA
+    "interleaved": case(128, 128, 64, None, F.of_wide_planes),
     "table": case(128, 128, 64, None, F.relative),  # which another warp reads
     "steep": case(130, 300, 64, None, F.steep),  # ALiBi in the scores' product
     "chunked": case(130, 200, 64, F.chunked),
@@ -336,6 +341,11 @@ FORWARD_FAULTS = {
         "row = it.own.start + 64 * g;",
         "row = it.own.start + (FAULT ? 64 - 64 * g : 64 * g);",
     ),
+    ("interleaved", "a bias' rows in their own order"): (
+        "row_of_eight % 4 * 2 + row_of_eight / 4",
+        "(FAULT ? row_of_eight : row_of_eight % 4 * 2 + row_of_eight / 4)",
+    ),
+    ("interleaved", "a bias' next eight rows"): ("row / 8, plane)", "row / 8 + FAULT, plane)"),
     ("table", "a table's element of another distance"): (
         "query - key - (BLOCK_K - 1) + n;",
         "query - key - (BLOCK_K - 1) + n + FAULT;",
@@ -383,7 +393,7 @@ FAULTY = {
 #: In `make test`: all of the forward, and one of the backward.
 SEEDED_RUNS = [
     *(("forward", *x) for x in FORWARD_FAULTS),
-    *(("forward", case, "") for case in ("causal", "planes", "table", "steep")),
+    *(("forward", case, "") for case in ("causal", "planes", "interleaved", "table", "steep")),
     ("backward", "falling", "another head's step"),
     *(thorough("backward", *x) for x in BACKWARD_FAULTS if x[1] != "another head's step"),
     *(thorough("backward", case, "") for case in ("chunked", "falling", "relative")),

@@ -817,13 +817,35 @@ def test_blocks_begin_where_others_have_ended():
     assert max(cost_model.ends([2.0], 3, 3, [0.0, 0.0])) == 4.0
 
 
+def test_a_further_wave_of_clusters_begins_late():
+    """By hand, for 12 SMs: each of the work tiles takes 2 + 4 / (blocks per cluster) + 1 µs."""
+
+    def took(count, cluster, at_once):
+        given = np.array([4]), cost_model.Times(2, 1), 1, cluster, [0.0] * 12, at_once
+        return max(cost_model.shared_out(count, *given))
+
+    assert took(3, 4, 3) == 4
+    assert took(4, 4, 3) == 4 + cost_model.NEXT_WAVE + 4  # two at a time, as CLUSTERS says
+    assert took(4, 4, 0) == 4 + 4  # not known how many run at once
+    assert took(7, 2, 6) == 5 + 5  # pairs
+
+
+def test_sixteen_work_tiles_have_clusters_that_all_run_at_once():
+    """An H100 ran clusters of four in 42.6 µs, and clusters of eight in 45.2: 15 at once."""
+    p = Problem(464, 464, 128, batch=2, heads=16, kv_heads=2, causal=True, dtype="bfloat16")
+    for eight, blocks in ((15, 4), (16, 8)):
+        gpu = replace(H200, clusters=((2, 66), (4, 30), (8, eight)))
+        assert passes_of(HOPPER, p, "flash2", gpu=gpu)[1].kernel.cluster == blocks
+
+
 @pytest.fixture
 def plain_times(monkeypatch):
-    """dK's and dV's items take 2 + 2 µs a visit, dQ's 1 + 1, the fused pass's 2 + 3, and 5 more."""
+    """Round times: dK and dV 2 + 2 per visit, dQ 1 + 1, fused 2 + 3, then 5; waiting dQ 7."""
     takes = (cost_model.Times(2, 2), cost_model.Times(1, 1), cost_model.Times(2, 3))
     monkeypatch.setattr(cost_model, "HOPPER_BACKWARD", {128: cost_model.Backward(*takes)})
     monkeypatch.setattr(cost_model, "ADDING_UP", {64: 100.0, 128: 100.0})
     monkeypatch.setattr(cost_model, "CONVERTING", 5)
+    monkeypatch.setattr(cost_model, "WAITING", 7)
     monkeypatch.setattr(cost_model, "CONVERTED", 1e9 * 1e6 / H200.hbm_bandwidth)
 
 
@@ -843,16 +865,19 @@ def test_a_backward_takes_what_its_items_take_beside_each_other():
     """By hand: 256 tokens of 64 columns are two items of either pass, of two visits each."""
     p = Problem(256, 256, 64, dtype="bfloat16")
     converted = 256 * 64 * 10 / 1e9
-    assert forms(p, 2) == [6 + 3, pytest.approx(8 + 5 + converted)]  # one of each on either
-    assert forms(p, 3) == [3 + 3, pytest.approx(8 + 5 + converted)]  # both of dQ's on the third
-    assert forms(p, 4) == [6, pytest.approx(8 + 5 + converted)]
-    assert forms(p, 1) == [12 + 6, pytest.approx(16 + 5 + converted)]
+    assert forms(p, 2) == [6 + 3 + 7, pytest.approx(8 + 5 + converted)]  # one of each on either
+    assert forms(p, 3) == [3 + 3 + 7, pytest.approx(8 + 5 + converted)]  # both of dQ's on the third
+    assert forms(p, 4) == [6, pytest.approx(8 + 5 + converted)]  # an SM for each
+    assert forms(p, 1) == [12 + 6 + 7, pytest.approx(16 + 5 + converted)]
     many = replace(p, heads=100, kv_heads=100)
-    assert forms(many, 4) == [100 * 18 / 4, pytest.approx(100 * 16 / 4 + 5 + 100 * converted)]
+    assert forms(many, 4) == [
+        100 * 18 / 4 + 7,
+        pytest.approx(100 * 16 / 4 + 5 + 100 * converted),
+    ]
     shared = replace(p, heads=2)  # of two heads' visits; dQ's four items beside them
-    assert forms(shared, 2) == [10 + 6, pytest.approx(14 + 5 + 2 * converted)]
+    assert forms(shared, 2) == [10 + 6 + 7, pytest.approx(14 + 5 + 2 * converted)]
     causal = replace(p, causal=True)  # 6 and 4; behind them 2 and 3
-    assert forms(causal, 2) == [8, pytest.approx(8 + 5 + converted)]
+    assert forms(causal, 2) == [8 + 7, pytest.approx(8 + 5 + converted)]
 
 
 @pytest.mark.usefixtures("plain_times")
@@ -874,6 +899,14 @@ def test_the_backward_is_fused_where_that_is_faster():
     assert HOPPER.fuses(long, H200)
     assert not HOPPER.fuses(replace(long, head_dim=193), H200)  # no room to send dQ off
     assert PORTABLE.fuses(few, H200)
+
+
+def test_the_backward_is_fused_where_dq_would_wait_for_the_other_pass():
+    """An H100 took 13.9 µs in three passes and 12.6 fused; with 24 heads nothing waits."""
+    p = Problem(136, 136, 32, heads=56, causal=True, window=(64, 0), dtype="bfloat16")
+    h100 = replace(H200, hbm_bandwidth=3352e9)
+    assert HOPPER.fuses(p, h100)
+    assert not HOPPER.fuses(replace(p, heads=24, kv_heads=24), h100)
 
 
 @pytest.mark.parametrize("n", [160, 1600])

@@ -15,6 +15,7 @@ from flashsim import (
     TraceError,
     UnsupportedError,
 )
+from flashsim.api import inputs
 from flashsim.problem.problem import numpy_dtype
 
 pytestmark = pytest.mark.promise("empty inputs")
@@ -76,6 +77,54 @@ def test_it_is_what_the_oracle_says_of_rows_that_see_no_key():
     np.testing.assert_array_equal(r.out, masked.out)
     np.testing.assert_array_equal(r.lse, masked.lse)
     np.testing.assert_array_equal(r.backward(q).dq, masked.backward(q).dq)
+
+
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_sinks_are_the_lse_and_have_its_gradient(name, backend):
+    """As in rows whose keys are all masked: such a row's softmax has only the sink."""
+    q, k, v = arrays(name)
+    sinks = np.array([1.0, -2.0, 3.0, 0.5], np.float32)
+    r = flashsim.run(q, k, v, sinks=sinks, backend=backend)
+    check(r.out, (*q.shape[:3], 6), "float32", 0)
+    check(r.lse, q.shape[:3], "float32", sinks[:, None])
+    check(r.backward(r.out).dsinks, (4,), "float32", 0)
+    dlse = np.arange(r.lse.size, dtype=np.float32).reshape(r.lse.shape)
+    check(r.backward(r.out, dlse=dlse).dsinks, (4,), "float32", dlse.sum(axis=(0, 2)))
+    masked = flashsim.run(
+        *(np.ones((2, 4, 5, 8), np.float32), np.ones((2, 2, 7, 8), np.float32)),
+        *(np.ones((2, 2, 7, 6), np.float32),),
+        **{"sinks": sinks, "backend": backend, "mask": lambda i, j: (i < 0) & (j < 0)},
+    )
+    check(masked.lse, (2, 4, 5), "float32", sinks[:, None])
+
+
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_arrays_of_a_score_function_have_gradients(name, backend):
+    q, k, v = arrays(name)
+    per_row, other = np.ones(5, np.float64), np.ones((4, 1), np.float32)
+    add = lambda s, b, h, i, j: s + per_row[i] + other[h, 0]  # noqa: E731
+    r = flashsim.run(q, k, v, score_mod=add, backend=backend)
+    r = pickle.loads(pickle.dumps(r))
+    captured = r.backward(r.out, captured=True).captured
+    assert captured.keys() == {"per_row", "other"}
+    check(captured["per_row"], (5,), "float64", 0)
+    check(captured["other"], (4, 1), "float32", 0)
+    assert r.backward(r.out, captured="other").captured.keys() == {"other"}
+    assert r.backward(r.out).captured == {}
+    with pytest.raises(OptionError, match=r"unknown captured 'x'; choose from"):
+        r.backward(r.out, captured=["x"])
+
+
+def test_sinks_of_the_wrong_shape_are_refused_for_every_backend():
+    q, k, v = arrays("no keys")
+    with pytest.raises(ShapeError, match=r"sinks must be floats of shape \(4,\), .* shape \(3,\)"):
+        flashsim.run(q, k, v, sinks=np.ones(3, np.float32))
+    for sinks in (np.ones(3, np.float32), [1.0, 2.0, 3.0]):  # a GPU's arrays are not converted
+        request = inputs.Request(sinks=sinks)
+        with pytest.raises(ShapeError, match=r"sinks must be floats of shape \(4,\), one per"):
+            inputs.prepare(q, k, v, request, may_be_empty=True, on_cpu=False)
 
 
 def test_with_fewer_axes_and_again():

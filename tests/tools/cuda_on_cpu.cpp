@@ -378,7 +378,7 @@ void ptx_mbarrier_try_wait_parity_shared_cta_b64(u32& done, u32 at, u32 parity) 
     if (!done) yield();
 }
 // The copy engine, which is done at once. emulator.py makes the maps: strides in bytes.
-struct Map { char* data; long shape[4], step[4]; int columns, rows, bytes, heads; };
+struct Map { char* data; long shape[4], step[4]; int columns, rows, bytes, heads, interleaved; };
 static u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }  // rows of 128 bytes
 enum Way { LOAD, ADD, STORE };
 template <Way WAY>
@@ -386,7 +386,9 @@ static u32 move_box(const Map& m, u32 at, int column, int row, int head, int bat
     for (int y = 0; y < m.rows; ++y)
         for (int x = 0; x < m.columns; ++x) {
             char* here = shared + swizzled(at + (y * m.columns + x) * m.bytes);
-            const int query = row + y / m.heads, member = y % m.heads;  // of packed heads
+            const int query = m.interleaved ? (row + y / 8) * 8 + y % 2 * 4 + y % 8 / 2
+                                            : row + y / m.heads;  // of packed heads
+            const int member = y % m.heads;
             char* there = m.data + (column + x) * m.step[0] + query * m.step[1] +
                           (head * m.heads + member) * m.step[2] + batch * m.step[3];
             const bool exists = column + x < m.shape[0] && query < stop;

@@ -33,7 +33,8 @@ HOPPER_HEADER = HEADER.with_name("hopper_on_cpu.h")
 _MAP = np.dtype(
     [
         *(("data", "u8"), ("shape", "i8", 4), ("step", "i8", 4)),
-        *(("columns", "i4"), ("rows", "i4"), ("bytes", "i4"), ("heads", "i4"), ("", "V40")),
+        *(("columns", "i4"), ("rows", "i4"), ("bytes", "i4"), ("heads", "i4")),
+        *(("interleaved", "i4"), ("", "V36")),
     ]
 )
 _FLAGS = (
@@ -232,7 +233,7 @@ def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray)
         to["data"], to["shape"] = array.ctypes.data, array.shape[::-1]
         to["step"] = array.strides[::-1]
         to["columns"], to["rows"], to["bytes"] = box.columns, box.rows, array.itemsize
-        to["heads"] = box.heads
+        to["heads"], to["interleaved"] = box.heads, box.interleaved
     record["a"] = args
     if one.kernel.cluster == 1 and one.grid[0] < len(one.items):
         record["counter"] = room.ctypes.data + passed.fields["work"][1]

@@ -41,7 +41,8 @@ enum NamedBarrier { STEP_FREE = 4 };
 
 #if FS_TILE
 // Captured elements that the score function reads per query and key. The elements of a tile pair
-// pass through shared memory: 64 rows per warpgroup, in boxes of 128 bytes per row, swizzled.
+// pass through shared memory: 64 rows per warpgroup, in boxes of 128 bytes per row, swizzled. With
+// FS_TILE_INTERLEAVED, rows are in the order of copy_interleaved_box.
 struct Elements {
     static constexpr int COLUMNS = 128 / FS_TILE_BYTES, BOXES = (BLOCK_K + COLUMNS - 1) / COLUMNS;
     alignas(1024) char box[BOXES][64 * 128];
@@ -53,9 +54,14 @@ struct Elements {
         return e % 2 ? two.y : two.x;
     }
     __device__ __forceinline__ float2 pair(int e) const {
-        // A row's 16-byte pieces are permuted by the row number modulo 8, which equals lane / 4.
-        const int mine = fragment_column() * FS_TILE_BYTES ^ threadIdx.x % 32 / 4 * 16;
-        const int column = e / 4 * 8, row = fragment_row() + e / 2 % 2 * 8;
+        // TMA permutes a row's 16-byte pieces by the row's place among eight. Half a warp reads two
+        // pieces of each of four rows. In float32, the pieces of neighbouring places would have
+        // bank conflicts, so the places of these rows are interleaved with those of the next four.
+        const int row_of_eight = threadIdx.x % 32 / 4;
+        const int at_place =
+            FS_TILE_INTERLEAVED ? row_of_eight % 4 * 2 + row_of_eight / 4 : row_of_eight;
+        const int mine = fragment_column() * FS_TILE_BYTES ^ at_place * 16;
+        const int column = e / 4 * 8, row = threadIdx.x / 32 % 4 * 16 + at_place + e / 2 % 2 * 8;
         const char* at = box[column / COLUMNS] + row * 128 +
                          (mine ^ column % COLUMNS * FS_TILE_BYTES);
 #if FS_TILE_BYTES == 4
@@ -239,8 +245,13 @@ __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map,
             wait(&s.tile_empty[g][ring.stage], ring.parity ^ 1);  // its last readers are done
             arrive_expect(full, sizeof(Elements));
             for (int c = 0; c < Elements::BOXES; ++c)
+#if FS_TILE_INTERLEAVED
+                copy_interleaved_box(s.tile[g][ring.stage].box[c], map, full,
+                                     key + c * Elements::COLUMNS, row / 8, plane);
+#else
                 copy_box(s.tile[g][ring.stage].box[c], map, full, key + c * Elements::COLUMNS, row,
                          plane, 0);
+#endif
             ring.next(FS_TILE);
         }
     }

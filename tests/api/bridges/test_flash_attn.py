@@ -9,7 +9,7 @@ from refusals import refusals, refused
 
 torch = pytest.importorskip("torch")
 
-from flashsim.errors import UnsupportedError  # noqa: E402
+from flashsim.errors import OptionError, ShapeError, UnsupportedError  # noqa: E402
 from flashsim.functions.tracing import trace_score  # noqa: E402
 from flashsim.torch import (  # noqa: E402
     decode,
@@ -374,6 +374,14 @@ def test_a_cache_grows_and_is_read(kind, rotary, causal):
         torch.testing.assert_close(x, cache, rtol=1e-6, atol=1e-6)
 
 
+def test_chunks_of_sequences_that_are_all_empty():
+    q, k = torch.zeros(0, 4, 8), torch.zeros(0, 2, 8)
+    offsets = torch.zeros(3, dtype=torch.int32)
+    how = {"attention_chunk": 4, "return_attn_probs": True}
+    out, lse = flash_attn_interface.flash_attn_varlen_func(q, k, k, offsets, offsets, 0, 0, **how)
+    assert (out.shape, lse.shape) == ((0, 4, 8), (4, 0))
+
+
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_packed_queries_over_a_cache(chunk):
     """FlashAttention-3's way: queries and new keys packed, positions to rotate by of their own."""
@@ -455,6 +463,12 @@ fa2.flash_attn_combine(torch.rand(3, 5, 2, 16), torch.rand(2, 5, 2))
     -> ShapeError: lse_partial the same without d
 fa2.flash_attn_combine(torch.rand(3, 5, 2, 16), torch.rand(3, 5, 2).double())
     -> DTypeError: must be float32
+fa2.flash_attn_combine(torch.rand(3, 5, 2, 16), torch.rand(3, 5, 2), out=torch.empty(3, 5, 2, 16))
+    -> ShapeError: out must have the shape (5, 2, 16)
+fa2.flash_attn_varlen_func(Q[0], K, V, *CUTS, 5, 8) -> ShapeError: k must be a tensor (tokens,
+fa3.flash_attn_varlen_func(*ONE, *CUTS, 5, 8, torch.tensor([-1]))
+    -> ShapeError: at most the length of
+fa3.flash_attn_func(Q, K, V, qv=K) -> ShapeError: qv must have q's rows
 decode(*CACHE, cache_seqlens=[1]) -> ShapeError: 2 integers, one per sequence
 decode(*CACHE, cache_seqlens=torch.ones(2)) -> ShapeError: 2 integers, one per sequence
 decode(*CACHE, block_table=TABLE.long()) -> ShapeError: block_table must be int32
@@ -474,6 +488,82 @@ def test_what_is_refused_says_so(call, said):
 
 def test_metadata_is_none():
     assert flash_attn_interface.get_scheduler_metadata(1, 2, causal=True) is None
+
+
+def test_what_does_not_fit_is_refused_before_a_cache_changes():
+    q, k, v = tensors((2, 2, 4, 16), (2, 9, 2, 16), (2, 9, 2, 8))
+    new_k, new_v = tensors((2, 2, 2, 16), (2, 2, 2, 8))
+    pages = torch.arange(2, dtype=torch.int32)[:, None]  # each sequence has one page
+    cos = torch.rand(4, 8)
+    fits = {"k": new_k, "v": new_v, "cache_seqlens": torch.tensor([3, 7])}
+    cases = [
+        (r"k= must have .* \(2, 2, 2, 16\)", {"k": new_k[:, :, :1]}),  # these would broadcast
+        (r"k= must have .* \(2, 2, 2, 16\)", {"k": new_k[:1]}),
+        (r"v= must have .* \(2, 2, 2, 8\)", {"v": new_v[:, :1]}),
+        (r"v= must have .* \(2, 2, 2, 8\)", {"v": torch.ones(())}),
+        (r"k must be a tensor \(batch, n", {"k": new_k[0]}),
+        (r"q must be a tensor \(batch, n", {"q": q[0]}),
+        (r"v_cache must be a tensor \(batch, n", {"v_cache": v[0]}),
+        ("rows 0 to 8, got 3 to 9", {"cache_seqlens": torch.tensor([3, 8])}),
+        ("rows 0 to 8, got -1 to 4", {"cache_seqlens": torch.tensor([3, -1])}),
+        ("rows 0 to 8, got 3 to 9", {"cache_seqlens": torch.tensor([3, 8]), "block_table": pages}),
+        ("the caches' pages 0 to 1, got -1 to 0", {"block_table": -pages}),
+        ("the caches' pages 0 to 1, got 0 to 2", {"block_table": 2 * pages}),
+        (r"of shape \(2, max_pages\)", {"block_table": pages[:1]}),
+        (r"of shape \(2, max_pages\)", {"block_table": pages[:, 0]}),
+        ("the caches' entries 0 to 1, got 0 to 2", {"cache_batch_idx": 2 * pages[:, 0]}),
+        ("the caches' entries 0 to 1, got -1 to 0", {"cache_batch_idx": -pages[:, 0]}),
+        ("rows of block_table, 0 to 1, got 0 to 2", {
+            "block_table": pages, "cache_batch_idx": 2 * pages[:, 0]}),
+        ("cache_batch_idx must be 2 integers", {"cache_batch_idx": pages}),
+        ("rows of rotary_cos, 0 to 3, got 2 to 4", {
+            "cache_seqlens": torch.tensor([2, 3]), "rotary_cos": cos, "rotary_sin": cos}),
+    ]  # fmt: skip
+    caches = k.clone(), v.clone()
+    for words, changed in cases:
+        told = {"q": q, "k_cache": caches[0], "v_cache": caches[1], **fits, **changed}
+        with pytest.raises(ShapeError, match=words):
+            flash_attn.flash_attn_with_kvcache(**told)
+    torch.testing.assert_close(caches, (k, v), rtol=0, atol=0)
+    with pytest.raises(OptionError, match="rotary_sin= needs rotary_cos="):
+        flash_attn.flash_attn_with_kvcache(q, *caches, **fits, rotary_sin=cos)
+    with pytest.raises(ShapeError, match=r"rotary_seqlens must have the shape \(2,\)"):
+        flash_attn_interface.flash_attn_with_kvcache(
+            *(q, *caches), **fits, rotary_cos=cos, rotary_sin=cos, rotary_seqlens=pages
+        )
+    with pytest.raises(ShapeError, match="cache_seqlens must be 2 integers"):
+        flash_attn_interface.flash_attn_with_kvcache(
+            *(q.flatten(0, 1), *caches),
+            **{"cache_seqlens": torch.tensor([1, 2, 3]), "cu_seqlens_q": torch.tensor([0, 2, 4])},
+        )
+    flash_attn.flash_attn_with_kvcache(q, *caches, **fits)
+    assert torch.equal(caches[0][1, 7:], new_k[1])
+
+
+def test_a_block_table_reads_no_page_that_is_missing():
+    """A negative page would otherwise count from the last one."""
+    q, k, v = tensors((2, 4, 1, 16), (3, 2, 8, 16), (3, 2, 8, 16))
+    table = torch.tensor([[0, -1], [1, 2]], dtype=torch.int32)
+    decode(q, k, v, block_table=table, cache_seqlens=[8, 16])  # page -1 is unused
+    for page in (-1, 3):
+        table[0, 1] = page
+        with pytest.raises(ShapeError, match=f"pages 0 to 2, got {min(page, 0)} to "):
+            decode(q, k, v, block_table=table, cache_seqlens=[9, 16])
+    with pytest.raises(ShapeError, match="entries 0 to 2, got -1 to 0"):
+        decode(q, k, v, cache_batch_idx=torch.tensor([0, -1]))
+
+
+def test_lengths_and_starts_outside_a_cache_count_as_its_ends():
+    q, k, v = tensors((3, 1, 4, 16), (3, 9, 2, 16), (3, 9, 2, 16))
+    lengths, starts = torch.tensor([-2, 20, 5]), torch.tensor([0, -3, 2])
+    told = {"cache_seqlens": lengths, "cache_leftpad": starts, "return_softmax_lse": True}
+    slopes = torch.zeros(4)  # read on the host
+    for more in ({}, {"alibi_slopes": slopes}):
+        out, lse = flash_attn.flash_attn_with_kvcache(q, k, v, **told, **more)
+        assert not out[0].any()
+        assert torch.isneginf(lse[0]).all()
+        close((out[1], lse[1]), oracle(q[1], k[1], v[1]))
+        close((out[2], lse[2]), oracle(q[2], k[2, 2:5], v[2, 2:5]))
 
 
 def test_public_names_are_documented():

@@ -256,6 +256,17 @@ def test_a_line_that_cannot_be_traced_is_named():
         flex_attention(*inputs(), wrong)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])
+def test_nothing_to_attend_to(shape):
+    q = torch.ones(shape, requires_grad=True)
+    per_row, sinks = torch.ones(4, requires_grad=True), torch.ones(2, requires_grad=True)
+    out = flex_attention(q, q, q, lambda s, b, h, i, j: s * per_row[i], sinks=sinks)
+    out.sum().backward()
+    for x in (q, per_row, sinks):
+        assert x.grad.shape == x.shape
+        assert not x.grad.any()
+
+
 def test_sinks_have_a_gradient():
     q, k, v = inputs()
     sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)

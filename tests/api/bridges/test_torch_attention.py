@@ -343,6 +343,18 @@ def test_sinks_under_torchs_tools():
         close_to_each(mapped, [gradient(x, y) for x, y in zip(queries, each, strict=True)])
 
 
+@pytest.mark.parametrize("n_q", [0, 3])
+def test_sinks_without_a_key(n_q):
+    q, k = torch.ones(2, 2, n_q, 8), torch.ones(2, 2, 0, 8, requires_grad=True)
+    sinks = torch.tensor([0.5, -2.0], requires_grad=True)
+    out, lse = attention(q, k, k, sinks=sinks, return_lse=True)
+    assert not out.any()
+    torch.testing.assert_close(lse, sinks[:, None].expand(2, 2, n_q))
+    (out.sum() + lse.sum()).backward()
+    torch.testing.assert_close(sinks.grad, torch.full((2,), 2.0 * n_q))
+    assert k.grad.shape == k.shape
+
+
 def test_sinks_of_bfloat16_that_autocast_left_alone():
     q, k, v = (x.detach().float() for x in tensors())
     sinks = torch.tensor([0.5, -2.0], dtype=torch.bfloat16, requires_grad=True)
