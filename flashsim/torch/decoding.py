@@ -81,11 +81,13 @@ def decode(
     starts = integers("cache_starts", cache_starts, q)
     entries = integers("cache_batch_idx", cache_batch_idx, q)
     left, right = (-1, -1) if window is None else window
-    run: Any = torch.ops.flashsim.decode.default
+    run: Any = (operator := torch.ops.flashsim.decode.default)
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not q.is_meta:
         plain = type(q) is type(k_cache) is type(v_cache) is Tensor
         if plain and direct.unwatched():
             run = _on_gpu if q.is_cuda else _packed
+    if run is operator and not torch.compiler.is_compiling():
+        _refuse_transforms(q, k_cache, v_cache)
     out, lse = run(
         *(q, k_cache, v_cache, lengths, block_table, starts, entries),
         *(causal, left, right, softcap, scale, splits or 0),
@@ -320,6 +322,20 @@ _LIBRARY.impl("decode", _packed, "CPU")
 @torch.library.register_fake("flashsim::decode", lib=_LIBRARY)
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return ops.empty_results(q, v)
+
+
+def _refuse_transforms(*tensors: Tensor) -> None:
+    """Raise UnsupportedError if a tensor is differentiated by torch.func or in forward mode."""
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    tangent_of = lambda x: torch.autograd.forward_ad.unpack_dual(x).tangent  # noqa: E731
+    if forward_mode and any(tangent_of(x) is not None for x in tensors):
+        ops.no_forward_mode()
+    functorch: Any = torch._C._functorch
+    for x in tensors:
+        while functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_gradtrackingtensor(x) and x.requires_grad and torch.is_grad_enabled():
+                _no_gradient()
+            x = functorch.get_unwrapped(x)
 
 
 def _no_gradient(*_: Any) -> Any:

@@ -76,10 +76,12 @@ def varlen(
     `packed` are q, k, v and qv; `offsets` and `used` are of the queries and of the keys.
     """
     q, k, v, qv = packed
-    rows, pages = "(tokens, heads, head_dim)", "(pages, page_size, heads, head_dim)"
-    for name, x in zip(("q", "k", "v", "qv"), packed, strict=True):
+    of_tokens = "(tokens, heads, head_dim)"
+    of_cache = of_tokens if table is None else "(pages, page_size, heads, head_dim)"
+    axes = of_tokens, of_cache, of_cache, of_tokens
+    for name, x, wanted in zip(("q", "k", "v", "qv"), packed, axes, strict=True):
         if name != "qv" or x is not None:
-            _check_axes(name, x, rows if table is None or name in ("q", "qv") else pages)
+            _check_axes(name, x, wanted)
     of_q, of_k = (_offsets(f"cu_seqlens_{x}", of) for x, of in zip("qk", offsets, strict=True))
     if len(of_q) != len(of_k):
         raise ShapeError(
@@ -338,8 +340,8 @@ def attend(
     if qv is not None:
         if qv.shape != (*q.shape[:-1], v.shape[-1]):
             raise ShapeError(
-                "qv must have q's rows and heads, and v's head_dim, got (batch, heads, n, "
-                f"head_dim) of {tuple(qv.shape)}, beside q {tuple(q.shape)} and v {tuple(v.shape)}"
+                "qv must have q's rows and heads, and v's head_dim; as (batch, heads, n, d), got "
+                f"qv {tuple(qv.shape)}, q {tuple(q.shape)} and v {tuple(v.shape)}"
             )
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
         q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from flashsim.errors import MaskError, OptionError, ShapeError, shown
+from flashsim.errors import MaskError, OptionError, ShapeError, UnsupportedError, shown
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import trace_mask, trace_score
 from flashsim.problem.problem import Problem
@@ -139,17 +139,29 @@ def _compiled(
     return flex_compiled.compiled(*qkv, score, (sinks, mask), scale, {"backend": backend})
 
 
+def _no_vmap(*_: Any) -> NoReturn:
+    """Raise UnsupportedError, because functions of b and h cannot tell mapped entries apart."""
+    raise UnsupportedError(
+        "flashsim.torch.flex_attention cannot run under torch.vmap, nor with is_grads_batched; "
+        "make the mapped axis part of the batch, or loop over it"
+    )
+
+
 class _Flex(torch.autograd.Function):
     jvp = staticmethod(ops.no_forward_mode)
+    vmap = staticmethod(_no_vmap)
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, sinks, passes, *captured = given
-        out, lse = passes.forward(q, k, v, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, sinks, passes, *_ = given
+        return passes.forward(q, k, v, sinks)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        q, k, v, sinks, passes, *captured = inputs
+        ctx.save_for_backward(q, k, v, sinks, *output, *captured)
         ctx.passes = passes
         ctx.set_materialize_grads(False)
-        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
@@ -158,8 +170,30 @@ class _Flex(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (5 + len(captured))
         dout = torch.zeros_like(out) if dout is None else dout
-        *found, arrays = ctx.passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
-        return (*found, None, *arrays)
+        if torch._C._functorch.is_legacy_batchedtensor(dout):
+            _no_vmap()
+        dq, dk, dv, *more = _FlexBackward.apply(ctx.passes, dout, dlse, out, lse, q, k, v, sinks)
+        dsinks = None if sinks is None else more.pop(0)
+        return dq, dk, dv, dsinks, None, *more
+
+
+class _FlexBackward(torch.autograd.Function):
+    """The backward pass; as a function of its own, it can refuse second derivatives."""
+
+    backward = staticmethod(ops.no_second)
+    jvp = staticmethod(ops.no_forward_mode)
+    vmap = staticmethod(_no_vmap)
+
+    @staticmethod
+    def forward(*given: Any) -> tuple[Tensor, ...]:
+        passes, dout, dlse, out, lse, q, k, v, sinks = given
+        found = passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
+        dq, dk, dv, dsinks, arrays = found
+        return dq, dk, dv, *([] if dsinks is None else [dsinks]), *arrays
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save nothing, because there are no second derivatives."""
 
 
 def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:

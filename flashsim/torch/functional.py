@@ -211,6 +211,17 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
     return torch.tensor(cu_seqlens, dtype=torch.int64)
 
 
+def _of_course(*qkv: Tensor) -> tuple[Tensor, ...]:
+    """Return q, k and v; raise `ShapeError` unless they are `FlashAttention`'s (batch, n, d)."""
+    if any(x.ndim != 3 for x in qkv):
+        raise ShapeError(
+            "FlashAttention.apply takes q, k and v of shape (batch, n, d), got "
+            f"{', '.join(str(tuple(x.shape)) for x in qkv)}; for arrays with heads, use "
+            "flashsim.torch.attention"
+        )
+    return qkv
+
+
 class FlashAttention(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``FlashAttention.apply(q, k, v, is_causal)``.
 
@@ -220,19 +231,27 @@ class FlashAttention(torch.autograd.Function):
 
     jvp = staticmethod(ops.no_forward_mode)
 
+    @classmethod
+    def apply(cls, *given: Any) -> Any:
+        """Return the output, (batch, n_q, d).
+
+        Under torch.func, `attention` computes it, because torch.func refuses autograd functions
+        that save more than their inputs and results.
+        """
+        # torch.compile cannot trace `super().apply`.
+        if not (torch.compiler.is_compiling() or ops.transformed()):
+            return super().apply(*given)
+        q, k, v, *causal = given
+        q, k, v = taken(q=q, k=k, v=v)
+        heads = [x.unsqueeze(1) for x in _of_course(q, k, v)]
+        return attention(*heads, causal=causal[0] if causal else False).squeeze(1)
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         """Run the forward pass, and return the output, (batch, n_q, d)."""
         q, k, v = taken(q=q, k=k, v=v)
-        if not q.ndim == k.ndim == v.ndim == 3:
-            raise ShapeError(
-                "FlashAttention.apply takes q, k and v of shape (batch, n, d), got "
-                f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; for arrays with heads, "
-                "use flashsim.torch.attention"
-            )
-        out, lse = attention(
-            *(x.unsqueeze(1) for x in (q, k, v)), causal=is_causal, return_lse=True
-        )
+        heads = (x.unsqueeze(1) for x in _of_course(q, k, v))
+        out, lse = attention(*heads, causal=is_causal, return_lse=True)
         out, lse = out.squeeze(1), lse.squeeze(1)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.is_causal = is_causal

@@ -177,12 +177,12 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 def through(operator: Callable[..., Any], *tensors: Any, **question: Any) -> tuple[Tensor, ...]:
     """Run `forward` or `backward`, with support for torch.func, which the operators lack."""
-    if _transformed():
+    if transformed():
         return _Transformed.apply(*tensors, operator, question)
     return operator(*tensors, **question)
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Return True inside a torch.func transform or forward mode, which operators do not support."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if torch.compiler.is_compiling():

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.attention import flex_attention as flex  # noqa: E402
 
-from flashsim.errors import FunctionError, OptionError, ShapeError  # noqa: E402
+from flashsim.errors import FunctionError, OptionError, ShapeError, UnsupportedError  # noqa: E402
 from flashsim.torch import flex_attention  # noqa: E402
 
 pytestmark = [
@@ -254,6 +254,27 @@ def test_a_line_that_cannot_be_traced_is_named():
 
     with pytest.raises(FunctionError, match=r"test_flex_attention.py:\d+: if q_idx > kv_idx"):
         flex_attention(*inputs(), wrong)
+
+
+def test_torchs_transforms():
+    """A second derivative would be zero, as of a constant, if it were not refused."""
+    q, k, v = inputs()
+    scales = torch.rand(H, dtype=torch.float64, requires_grad=True)
+
+    def loss(q, scales):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * scales[h]).square().sum()
+
+    expected = torch.autograd.grad(loss(q, scales), (q, scales), create_graph=True)
+    torch.testing.assert_close(torch.func.grad(loss, (0, 1))(q, scales), expected)
+    for x in expected:
+        with pytest.raises(UnsupportedError, match="no second derivatives"):
+            x.sum().backward(retain_graph=True)
+    with pytest.raises(UnsupportedError, match="make the mapped axis part of the batch"):
+        torch.vmap(lambda q: loss(q, scales))(torch.stack([q, q]))
+    with pytest.raises(UnsupportedError, match="make the mapped axis part of the batch"):
+        torch.autograd.grad(
+            flex_attention(q, k, v), q, torch.ones(3, B, H, N, D).double(), is_grads_batched=True
+        )
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])

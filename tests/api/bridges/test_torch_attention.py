@@ -21,7 +21,7 @@ from flashsim.errors import (  # noqa: E402
     UnknownArgumentError,
     UnsupportedError,
 )
-from flashsim.torch import FlashAttention, attention, ops  # noqa: E402
+from flashsim.torch import FlashAttention, attention, decode, flex_attention, ops  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
@@ -84,7 +84,7 @@ def test_gradcheck(backend, return_lse, sizes, question):
 @pytest.mark.parametrize("transformed", [False, True], ids=["operator", "autograd.Function"])
 def test_a_loss_of_the_lse_alone(transformed, monkeypatch):
     if transformed:
-        monkeypatch.setattr(ops, "_transformed", lambda: True)
+        monkeypatch.setattr(ops, "transformed", lambda: True)
     q, k, v = tensors()
     _, lse = call(q, k, v, return_lse=True)
     assert lse.requires_grad
@@ -171,7 +171,7 @@ def test_other_memory_layouts_and_broadcast_gradients():
 @pytest.mark.parametrize("transformed", [False, True], ids=["operator", "autograd.Function"])
 def test_beside_inputs_and_output_one_number_a_row_is_kept(transformed, monkeypatch):
     if transformed:
-        monkeypatch.setattr(ops, "_transformed", lambda: True)
+        monkeypatch.setattr(ops, "transformed", lambda: True)
     q, k, v = tensors()
     kept = []
     with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -547,11 +547,35 @@ SCRIPTED = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
     ],
     ids=["jvp", "jacfwd", "linearize", "hessian", "dual tensors"],
 )
-def test_forward_mode_is_refused(forward_mode):
+@pytest.mark.parametrize("door", [call, flex_attention, decode])
+def test_forward_mode_is_refused(forward_mode, door):
     """An operator without a rule for it would give tangents of zero, or none."""
     q, k, v = (x.detach() for x in tensors(batch=1))
-    with pytest.raises(UnsupportedError, match=r"no forward mode .*vjp or jacrev"):
-        forward_mode(lambda x: call(x, k, v), q)
+    words = r"no forward mode .*vjp or jacrev"
+    if door is decode:  # a Hessian is forward mode over a gradient
+        words += "|decode has no gradient"
+    with pytest.raises(UnsupportedError, match=words):
+        forward_mode(lambda x: door(x, k, v), q)
+    door(q, k, v)
+
+
+def test_torch_func_with_the_course_s_function():
+    q, k, v = (x[0] for x in tensors(batch=1))
+    loss = lambda q: FlashAttention.apply(q, k, v, True).square().sum()  # noqa: E731
+    (expected,) = torch.autograd.grad(loss(q), q)
+    torch.testing.assert_close(torch.func.grad(loss)(q), expected)
+    out = torch.vmap(lambda q: FlashAttention.apply(q, k, v, True))(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(out[1], FlashAttention.apply(2 * q, k, v, True))
+    with pytest.raises(ShapeError, match=r"FlashAttention.apply takes .* \(batch, n, d\), got \("):
+        torch.func.grad(lambda q: FlashAttention.apply(q[0], k, v).sum())(q)
+
+
+def test_torch_func_grad_of_decode_is_refused():
+    q, k, v = (x.detach() for x in tensors(batch=1))
+    with pytest.raises(UnsupportedError, match="decode has no gradient"):
+        torch.func.grad(lambda q: decode(q, k, v).sum())(q)
+    with pytest.raises(UnsupportedError, match="decode has no gradient"):
+        torch.func.vmap(torch.func.grad(lambda q: decode(q[None], k, v).sum()))(q)
 
 
 @SCRIPTED
