@@ -286,11 +286,12 @@ def test_default_tilings_divide_a_block_masks_cells():
         passes_of(PORTABLE, odd)
 
 
-def test_an_unknown_kernel_family_is_an_option_error():
+@pytest.mark.parametrize(("wrong", "meant"), [("portabel", "portable"), ("hoper", "hopper")])
+def test_an_unknown_kernel_family_is_an_option_error(wrong, meant):
     pytest.importorskip("cupy")
-    x = np.zeros((8, 16), np.float32)
-    with pytest.raises(OptionError, match=r"unknown kernel 'portabel'.*did you mean 'portable'"):
-        flashsim.run(x, x, x, backend="cupy", kernel="portabel")
+    x = np.zeros((8, 16), np.float16)
+    with pytest.raises(OptionError, match=f"unknown kernel '{wrong}'.*did you mean '{meant}'"):
+        flashsim.run(x, x, x, backend="cupy", kernel=wrong)
 
 
 def test_without_a_gpu_the_backend_says_what_is_missing():

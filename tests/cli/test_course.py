@@ -68,9 +68,8 @@ def test_a_command_prints_what_the_library_gives(line):
     assert ok(line, "--csv") == PRINTED[line]().csv()
 
 
-def test_walkthroughs_are_listed_and_unknown_ones_refused():
+def test_walkthroughs_are_listed():
     assert [row["name"] for row in rows("study walkthrough")] == list(walkthrough.NAMES)
-    assert "did you mean 'tiles'" in refused("study walkthrough", "tile")
 
 
 def test_banks_and_blocks_draw_what_they_print(tmp_path):
@@ -115,10 +114,3 @@ def test_a_quiz_on_a_shape_of_ones_own():
     wrong = ok(*words, "--loaded", "30,000", "--stored", 1)
     assert "to the byte!" not in wrong
     assert "30,000" in wrong
-
-
-def test_an_exercise_has_its_own_shape():
-    said = refused("exercise predict", "delta", "-n", 64)
-    assert "--n-q has no effect with an exercise, which sets the shape" in said
-    said = refused("exercise predict", "delta", "--loaded", "3x", "--stored", 1)
-    assert "must be a number of bytes in digits, e.g. 30,000; got '3x'" in said

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from commands import invoke, refused, rows
+from commands import invoke, rows
 
 from flashsim import Problem, Tiling, count
 from flashsim.problem.hardware import PRESETS
@@ -97,5 +97,3 @@ def test_the_models_know_it():
     how = (*SIZES, "--dtype", "bfloat16", "-d", 64, "--device", "H200")
     points = rows("roofline", "-a", "flash2,flash-decode", *how[2:], "--splits", 1)
     assert {p["algorithm"] for p in points} == {"flash2", "flash-decode"}
-    said = refused("study dram", "-n", 64, "--splits", 2)
-    assert "'flash2' does not take splits" in " ".join(said.split())

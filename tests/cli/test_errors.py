@@ -61,6 +61,14 @@ study ring --direction sideways -> unknown --direction 'sideways'; choose from f
 study when --direction sideways -> unknown --direction 'sideways'; choose from forward, backward
 plot traffic --direction sideways -o x.png
     -> unknown --direction 'sideways'; choose from forward, backward
+study walkthrough tile -> did you mean 'tiles'
+exercise predict delta -n 64 -> --n-q has no effect with an exercise, which sets the shape
+exercise predict delta --loaded 3x --stored 1
+    -> must be a number of bytes in digits, e.g. 30,000; got '3x'
+study dram -n 64 --splits 2 -> 'flash2' does not take splits
+compare -n 64 --seed 1
+    -> --seed has no effect with counting by formula, which needs no tensors (--execute does)
+sweep -n 64 -t 16x16 --causal --mask full,causal -> pass only one of them
 study dram --launch random -> choose from head-first
 verify -> Nsight Compute
 verify --seed 3 -> --seed has no effect with a run without --soak

@@ -145,3 +145,33 @@ def item(one, number):
     first = number // whole * one.clump
     size, rest = min(one.clump, one.walks - first), number % whole
     return first + rest % size, int(one.tables.order[rest // size])
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "heads"),
+    [
+        (391, 192, 5),
+        (1059, 192, 2),
+        (1865, 128, 1),
+        (250, 192, 8),
+        (979, 64, None),
+        (9000, 96, None),
+    ],
+)
+def test_packed_heads_run_in_head_groups_of_half_a_wave(n, d, heads):
+    """From eight waves on, above a head_dim of 64, if a head is at most one wave."""
+    sizes = {"head_dim": d, "heads": 32, "kv_heads": 8, "dtype": "bfloat16", "causal": True}
+    (packed,) = HOPPER.forward_passes(
+        Problem(n, batch=64, **sizes), None, H200, "ascending", "", True
+    )
+    tiles = packed.tables.tiles
+    rule = PORTABLE.hand_out(packed.stage, packed.tables, H200).clump  # what L2 holds
+    assert packed.clump == (heads or rule)
+    assert not heads or heads < rule
+    if heads:
+        assert 0.4 < packed.clump * tiles / H200.multiprocessors < 0.6
+        (few,) = HOPPER.forward_passes(
+            Problem(n, batch=1, **sizes), None, H200, "ascending", "", True
+        )
+        held = PORTABLE.hand_out(few.stage, few.tables, H200).clump
+        assert few.clump == held

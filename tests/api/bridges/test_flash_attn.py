@@ -5,15 +5,11 @@ import math
 from itertools import pairwise
 
 import pytest
+from refusals import refusals, refused
 
 torch = pytest.importorskip("torch")
 
-from flashsim.errors import (  # noqa: E402
-    DTypeError,
-    OptionError,
-    ShapeError,
-    UnsupportedError,
-)
+from flashsim.errors import OptionError, ShapeError, UnsupportedError  # noqa: E402
 from flashsim.functions.tracing import trace_score  # noqa: E402
 from flashsim.torch import (  # noqa: E402
     decode,
@@ -315,8 +311,6 @@ def test_fp8_inputs_and_their_descales():
         for x, s in zip((q, k, v), scales, strict=True)
     ]
     close(out, oracles(*exact, causal=True)[0], 0.03)
-    with pytest.raises(DTypeError, match="are for FP8 inputs"):
-        flash_attn_interface.flash_attn_func(*wide, q_descale=scales[0])
 
 
 # -- a cache ---------------------------------------------------------------------------------------
@@ -430,62 +424,69 @@ def test_parts_are_combined():
     assert flash_attn.flash_attn_combine(outs, sums, out=place)[0] is place
     torch.testing.assert_close(place, out.bfloat16(), rtol=0, atol=0)
     assert flash_attn.flash_attn_combine(outs, sums, out_dtype=torch.half)[0].dtype == torch.half
-    with pytest.raises(ShapeError, match="lse_partial the same without d"):
-        flash_attn.flash_attn_combine(outs, sums[1:])
-    with pytest.raises(DTypeError, match="must be float32"):
-        flash_attn.flash_attn_combine(outs, sums.double())
-    with pytest.raises(ShapeError, match=r"out must have the shape \(5, 2, 16\)"):
-        flash_attn.flash_attn_combine(outs, sums, out=torch.empty(3, 5, 2, 16))
 
 
-def test_what_is_refused_says_so():
-    q, k, v = tensors((1, 5, 2, 16), (1, 8, 2, 16), (1, 8, 2, 16))
-    cuts = torch.tensor([0, 5]), torch.tensor([0, 8])
-    cases = [
-        (UnsupportedError, "no dropout", lambda: flash_attn.flash_attn_func(q, k, v, 0.1)),
-        (ShapeError, "q must be a tensor", lambda: flash_attn.flash_attn_func(q[0], k, v)),
-        (ShapeError, "alibi_slopes must have", lambda: flash_attn.flash_attn_func(
-            q, k, v, alibi_slopes=torch.rand(3))),
-        (ShapeError, r"\(2,\), or one .* \(1, 2\)", lambda: flash_attn.flash_attn_varlen_func(
-            q[0], k[0], v[0], *cuts, 5, 8, alibi_slopes=torch.rand(2, 2))),
-        (UnsupportedError, "score_mod=; write the function for flashsim.torch.flex_attention",
-         lambda: flash_attn_cute.flash_attn_func(q, k, v, score_mod=max)),
-        (OptionError, "pass the lengths as seqused_k=",
-         lambda: flash_attn_cute.flash_attn_varlen_func(
-            q, k, v, page_table=torch.zeros(1, 1).int(), cu_seqlens_k=cuts[1])),
-        (ShapeError, r"k must be \(batch, n", lambda: flash_attn_cute.flash_attn_varlen_func(
-            q, k[0], v[0])),
-        (ShapeError, "same number of sequences", lambda: flash_attn.flash_attn_varlen_func(
-            q[0], k[0], v[0], cuts[0], torch.tensor([0, 4, 8]), 5, 8)),
-        (ShapeError, "must begin at 0", lambda: flash_attn.flash_attn_varlen_func(
-            q[0], k[0], v[0], cuts[0], torch.tensor([1, 8]), 5, 8)),
-        (ShapeError, "at most the length of", lambda: flash_attn_interface.flash_attn_varlen_func(
-            q[0], k[0], v[0], *cuts, 5, 8, torch.tensor([6]))),
-        (ShapeError, "qkv must be", lambda: flash_attn.flash_attn_qkvpacked_func(q)),
-        (ShapeError, "heads_k", lambda: flash_attn_interface.flash_attn_qkvpacked_func(
-            q, num_heads_q=1)),
-        (OptionError, "need cache_seqlens", lambda: flash_attn.flash_attn_with_kvcache(
-            q, k, v, k, v)),
-        (ShapeError, "must be 1 integers", lambda: flash_attn.flash_attn_with_kvcache(
-            q, k, v, k[:, :1], v[:, :1], cache_seqlens=torch.tensor(2))),
-        (OptionError, "only one of them was passed; pass both",
-         lambda: flash_attn.flash_attn_with_kvcache(q, k, v, k)),
-        (OptionError, "needs rotary_sin", lambda: flash_attn.flash_attn_with_kvcache(
-            q, k, v, rotary_cos=torch.rand(9, 4))),
-        (ShapeError, "contiguous last", lambda: flash_attn.flash_attn_with_kvcache(
-            q, k.mT.contiguous().mT, v)),
-        (OptionError, "needs cu_seqlens_q", lambda: flash_attn_interface.flash_attn_with_kvcache(
-            q, k, v, cu_seqlens_k_new=cuts[1])),
-        (ShapeError, r"k must be a tensor \(tokens,", lambda: flash_attn.flash_attn_varlen_func(
-            q[0], k, v, *cuts, 5, 8)),
-        (ShapeError, "at most the length of", lambda: flash_attn_interface.flash_attn_varlen_func(
-            q[0], k[0], v[0], *cuts, 5, 8, torch.tensor([-1]))),
-        (ShapeError, "qv must have q's rows", lambda: flash_attn_interface.flash_attn_func(
-            q, k, v, qv=k)),
-    ]  # fmt: skip
-    for kind, words, call in cases:
-        with pytest.raises(kind, match=words):
-            call()
+Q, K, V = tensors((1, 5, 2, 16), (1, 8, 2, 16), (1, 8, 2, 16))
+ONE, CUTS = (Q[0], K[0], V[0]), (torch.tensor([0, 5]), torch.tensor([0, 8]))
+#: Interfaces by the names that the table has for them.
+OF = {"fa2": flash_attn, "fa3": flash_attn_interface, "cute": flash_attn_cute, "decode": decode}
+CACHE, TABLE = tensors((2, 4, 1, 16), (2, 2, 9, 16), (2, 2, 9, 16)), torch.zeros(2, 1).int()
+REFUSED = refusals(r"""
+fa2.flash_attn_func(Q, K, V, 0.1) -> UnsupportedError: no dropout
+fa2.flash_attn_func(Q[0], K, V) -> ShapeError: q must be a tensor
+fa2.flash_attn_func(Q, K, V, alibi_slopes=torch.rand(3)) -> ShapeError: alibi_slopes must have
+fa2.flash_attn_varlen_func(*ONE, *CUTS, 5, 8, alibi_slopes=torch.rand(2, 2))
+    -> ShapeError: (2,), or one ... (1, 2)
+cute.flash_attn_func(Q, K, V, score_mod=max)
+    -> UnsupportedError: score_mod=; write the function for flashsim.torch.flex_attention
+cute.flash_attn_varlen_func(Q, K, V, page_table=TABLE[:1], cu_seqlens_k=CUTS[1])
+    -> OptionError: pass the lengths as seqused_k=
+cute.flash_attn_varlen_func(Q, K[0], V[0]) -> ShapeError: k must be (batch, n
+fa2.flash_attn_varlen_func(*ONE, CUTS[0], torch.tensor([0, 4, 8]), 5, 8)
+    -> ShapeError: same number of sequences
+fa2.flash_attn_varlen_func(*ONE, CUTS[0], torch.tensor([1, 8]), 5, 8)
+    -> ShapeError: must begin at 0
+fa3.flash_attn_varlen_func(*ONE, *CUTS, 5, 8, torch.tensor([6]))
+    -> ShapeError: at most the length of
+fa2.flash_attn_qkvpacked_func(Q) -> ShapeError: qkv must be
+fa3.flash_attn_qkvpacked_func(Q, num_heads_q=1) -> ShapeError: heads_k
+fa2.flash_attn_with_kvcache(Q, K, V, K, V) -> OptionError: need cache_seqlens
+fa2.flash_attn_with_kvcache(Q, K, V, K[:, :1], V[:, :1], cache_seqlens=torch.tensor(2))
+    -> ShapeError: must be 1 integers
+fa2.flash_attn_with_kvcache(Q, K, V, K)
+    -> OptionError: only one of them was passed; pass both
+fa2.flash_attn_with_kvcache(Q, K, V, rotary_cos=torch.rand(9, 4)) -> OptionError: needs rotary_sin
+fa2.flash_attn_with_kvcache(Q, K.mT.contiguous().mT, V) -> ShapeError: contiguous last
+fa3.flash_attn_with_kvcache(Q, K, V, cu_seqlens_k_new=CUTS[1]) -> OptionError: needs cu_seqlens_q
+fa3.flash_attn_func(Q, K, V, q_descale=torch.rand(1, 2)) -> DTypeError: are for FP8 inputs
+fa2.flash_attn_combine(torch.rand(3, 5, 2, 16), torch.rand(2, 5, 2))
+    -> ShapeError: lse_partial the same without d
+fa2.flash_attn_combine(torch.rand(3, 5, 2, 16), torch.rand(3, 5, 2).double())
+    -> DTypeError: must be float32
+fa2.flash_attn_combine(torch.rand(3, 5, 2, 16), torch.rand(3, 5, 2), out=torch.empty(3, 5, 2, 16))
+    -> ShapeError: out must have the shape (5, 2, 16)
+fa2.flash_attn_varlen_func(Q[0], K, V, *CUTS, 5, 8) -> ShapeError: k must be a tensor (tokens,
+fa3.flash_attn_varlen_func(*ONE, *CUTS, 5, 8, torch.tensor([-1]))
+    -> ShapeError: at most the length of
+fa3.flash_attn_func(Q, K, V, qv=K) -> ShapeError: qv must have q's rows
+decode(*CACHE, cache_seqlens=[1]) -> ShapeError: 2 integers, one per sequence
+decode(*CACHE, cache_seqlens=torch.ones(2)) -> ShapeError: 2 integers, one per sequence
+decode(*CACHE, block_table=TABLE.long()) -> ShapeError: block_table must be int32
+decode(*CACHE, block_table=TABLE, cache_starts=torch.zeros(2).int())
+    -> UnsupportedError: out cache_starts
+decode(*CACHE[:2], CACHE[2][:, :, :4]) -> ShapeError: same entries
+decode(CACHE[0], CACHE[1][:1], CACHE[2][:1]) -> ShapeError: an entry for each of the
+decode(CACHE[0].double(), *CACHE[1:]) -> DTypeError: the same dtype
+decode(CACHE[0][..., :8], *CACHE[1:]) -> ShapeError: the same head_dim
+""")
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_is_refused_says_so(call, said):
+    refused(call, said, {**globals(), **OF})
+
+
+def test_metadata_is_none():
     assert flash_attn_interface.get_scheduler_metadata(1, 2, causal=True) is None
 
 
@@ -581,29 +582,6 @@ def test_decode_checks_and_has_no_gradient():
         by_token = [x[b].transpose(0, 1) for x in (q, k[:, :, :n], v[:, :, :n])]
         wanted = oracle(*by_token, window=(3, 0), softcap=2.0)
         close((out[b].transpose(0, 1), lse[b]), wanted)
-    table = torch.zeros(2, 1, dtype=torch.int32)
-    cases = [
-        (ShapeError, "2 integers, one per sequence", {"cache_seqlens": [1]}),
-        (ShapeError, "2 integers, one per sequence", {"cache_seqlens": torch.ones(2)}),
-        (ShapeError, "block_table must be int32", {"block_table": table.long()}),
-        (
-            UnsupportedError,
-            "out cache_starts",
-            {"block_table": table, "cache_starts": torch.zeros(2)},
-        ),
-    ]
-    for kind, words, told in cases:
-        told = {n: x.int() if n == "cache_starts" else x for n, x in told.items()}
-        with pytest.raises(kind, match=words):
-            decode(q, k, v, **told)
-    with pytest.raises(ShapeError, match="same entries"):
-        decode(q, k, v[:, :, :4])
-    with pytest.raises(ShapeError, match="an entry for each of the"):
-        decode(q, k[:1], v[:1])
-    with pytest.raises(DTypeError, match="the same dtype"):
-        decode(q.double(), k, v)
-    with pytest.raises(ShapeError, match="the same head_dim"):
-        decode(q[..., :8], k, v)
     got = decode(q.requires_grad_(), k, v)
     with pytest.raises(UnsupportedError, match="no gradient"):
         got.sum().backward()
