@@ -94,8 +94,8 @@ __device__ inline void copy_box_of_group(void* to, const TensorMap* map, u64* ba
                  :: "r"(shared_address(to)), "l"(map), "r"(shared_address(bar)),
                     "r"(column), "r"(query), "r"(kv_head), "r"(batch), "r"(0) : "memory");
 }
-// As copy_box, of a (column, 2, 4, n / 8, plane) tensor: each eight rows arrive in the order 0, 4, 1,
-// 5, 2, 6, 3, 7. `eight` is the number of the first eight rows.
+// As copy_box, of a (column, 2, 4, n / 8, plane) tensor: each eight rows arrive in the order 0, 4,
+// 1, 5, 2, 6, 3, 7. `eight` is the number of the first eight rows.
 __device__ inline void copy_interleaved_box(void* to, const TensorMap* map, u64* bar, int column,
                                             int eight, int plane) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
