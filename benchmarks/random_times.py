@@ -162,6 +162,8 @@ def tables(rows: list[dict[str, Any]], worst: int) -> Iterator[Table]:
     )
     for forward in (True, False):
         those = [row for row in rows if (row["pass"] == "forward") == forward]
+        if not those:
+            continue
         for seed in (*dict.fromkeys(row["seed"] for row in those), "all"):
             wrong = [error(row) for row in those if seed in (row["seed"], "all")]
             mean = statistics.fmean(map(abs, wrong))

@@ -328,6 +328,22 @@ def test_the_first_tiles_of_a_wave_wait_for_hbm():
     assert seconds == pytest.approx(alone + (last**6 + (hbm - alone) ** 6) ** (1 / 6))
 
 
+def test_a_row_tile_whose_warpgroups_compute_their_own_visits_takes_longer(monkeypatch):
+    """Once per row tile, in the time in which it waits."""
+    p = Problem(2000, head_dim=64, heads=1, dtype="bfloat16", causal=True)
+    (work,) = model.works_of(*prepared(p, tiling=Tiling(192, 128)))
+    assert work.one.tables.shares is not None
+    found = []
+    for seconds in (0.0, 3e-6):
+        monkeypatch.setattr(calibration, "SHARES", seconds)
+        found.append(model.durations(work, Constants())[1])
+    assert found[1] - found[0] == pytest.approx(3e-6)
+    even = replace(p, n_q=1920, causal=False)  # without a mask, all compute all visits
+    (whole,) = model.works_of(*prepared(even, tiling=Tiling(192, 128)))
+    assert whole.one.tables.shares is None
+    assert model.durations(whole, Constants())[1].max() == 0
+
+
 @pytest.mark.parametrize("kernels", ["hopper", "portable"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_long_sequences_are_predicted_without_a_list_of_their_visits(
@@ -471,7 +487,7 @@ MASKS = {
 
 
 def test_times_with_a_mask_function_against_an_h100():
-    """As docs/reference/predictions.md says: 0.89 to 1.05 of the measured times."""
+    """As docs/reference/predictions.md says: 0.91 to 1.05 of the measured times."""
     ratios = []
     for row in recorded("gpu-flex-h100.csv"):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
@@ -484,7 +500,7 @@ def test_times_with_a_mask_function_against_an_h100():
         found = predict(p, direction=row["direction"], device="H100", **how)
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16
-    assert min(ratios) == pytest.approx(0.89, abs=0.005)
+    assert min(ratios) == pytest.approx(0.91, abs=0.005)
     assert max(ratios) == pytest.approx(1.05, abs=0.005)
 
 

@@ -149,6 +149,8 @@ def test_times_on_random_shapes_are_read_and_compared(times, tmp_path):
         *(("forward", "10407", 1), ("forward", "all", 1)),
         *(("backward", "10407", 1), ("backward", "all", 1)),
     ]
+    errors, _ = compare.tables([forward], 1)  # `--grouped` times no backward
+    assert [row[0] for row in errors.rows] == ["forward", "forward"]
 
 
 def judged(name):

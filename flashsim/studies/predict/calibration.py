@@ -149,6 +149,10 @@ L2_FULL = 1.0
 AGAIN, FORWARD = 3, 6
 #: The share of the nominal HBM bandwidth that Hopper's forward reaches.
 FORWARD_SHARE = 0.88
+#: Seconds by which an outer tile of Hopper's forward takes longer if each warpgroup computes only
+#: its own visits (`FS_SHARES`), whose numbers it reads from the schedule's tables. Chosen with two
+#: files of forwards on an H100: docs/data/packed-heads-h100.csv and grouped-times-h100.csv.
+SHARES = 0.2e-6
 #: The share of the tensor cores' peak that a library's large matrix product reaches: 783 of 989
 #: TFLOP/s in bfloat16, for 8192 x 8192 x 8192, on the same H200.
 MATRIX_SHARE = 0.79

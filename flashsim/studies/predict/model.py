@@ -482,4 +482,6 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     a_visit = max(busy, unit["L2"] - latency / work.blocks)
     shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
     waiting = work.visits * latency + c.item
+    if work.one.tables.shares is not None:
+        waiting = waiting + calibration.SHARES
     return shared, waiting
