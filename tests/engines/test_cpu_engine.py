@@ -502,14 +502,14 @@ def run(name, *args, counter, long):
     real(name, *args, counter=counter, long=long)
 threads.run = run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
-q = np.random.default_rng(0).standard_normal((1, 16_000, 16), dtype=np.float32)
+q = np.random.default_rng(0).standard_normal((1, 48_000, 16), dtype=np.float32)
 small = q[:, :64]
 result = flashsim.run(small, small, small, backend="numba")
 # A walk that has begun is interrupted: the forward pass itself, or a backward of made-up results.
-problem = flashsim.Problem(16_000, head_dim=16)
+problem = flashsim.Problem(48_000, head_dim=16)
 given = {"algorithm": "flash2-fused", "options": {"threads": WALKERS}}
 big = Job(problem, *(a[None] for a in (q, q, q)), **given)
-saved = {"O": q[None], "L": np.full((1, 1, 16_000), 11, np.float32)}
+saved = {"O": q[None], "L": np.full((1, 1, 48_000), 11, np.float32)}
 def forward():
     return flashsim.run(small, small, small, backend="numba").out
 def fused():
