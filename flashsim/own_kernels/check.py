@@ -12,6 +12,7 @@ import numpy as np
 from flashsim.errors import TraceError, shown
 from flashsim.own_kernels import mistakes
 from flashsim.own_kernels.geometry import Geometry
+from flashsim.own_kernels.record import float64
 from flashsim.problem import oracle
 from flashsim.problem.problem import MAX_HEAD_DIM, Problem
 from flashsim.schedule.names import LOAD
@@ -97,7 +98,7 @@ class Verdict:
 def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
     """Return a tensor in float64: a matrix as (heads, rows, columns), a vector as (heads, rows)."""
     side = g.sides[code]
-    x = np.asarray(array).astype(np.float64)
+    x = float64(array)
     if x.ndim == 0:
         return x.reshape(1, 1)
     x = x.reshape(g.shapes[code])

@@ -49,6 +49,15 @@ WORK = np.dtype(
 )
 
 
+def float64(values: Any) -> np.ndarray:
+    """Return a tensor's values in float64.
+
+    Elements that no program stored may hold signaling NaNs, for which NumPy's cast warns.
+    """
+    with np.errstate(invalid="ignore"):
+        return np.asarray(values).astype(np.float64)
+
+
 @dataclass(eq=False)
 class Launch:
     """One launch of a user's kernel: the kernel, its grid and its arguments.

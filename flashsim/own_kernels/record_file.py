@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import TraceError
-from flashsim.own_kernels.record import ACCESS, WORK, Clash, KernelRecord, Launch
+from flashsim.own_kernels.record import ACCESS, WORK, Clash, KernelRecord, Launch, float64
 from flashsim.own_kernels.tensors import KernelTensor
 
 
@@ -35,7 +35,7 @@ def packed(runs: Sequence[Recorded]) -> bytes:
         arrays |= {f"{n} accesses": r.accesses, f"{n} work": r.work}
         arrays |= {f"{n} stored {code}": mask for code, mask in r.stored.items()}
         # NumPy's file format has no bfloat16, so all values are written as float64.
-        arrays |= {f"{n} value {c}": x.astype(np.float64) for c, x in enumerate(run.values)}
+        arrays |= {f"{n} value {c}": float64(x) for c, x in enumerate(run.values)}
         said: dict[str, Any] = {
             "source": r.source,
             "lines": r.lines,

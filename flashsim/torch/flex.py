@@ -142,7 +142,7 @@ def _compiled(
 def _no_vmap(*_: Any) -> NoReturn:
     """Raise UnsupportedError, because functions of b and h cannot tell mapped entries apart."""
     raise UnsupportedError(
-        "flashsim.torch.flex_attention cannot run under torch.vmap, nor with is_grads_batched; "
+        "flashsim.torch.flex_attention does not support torch.vmap or is_grads_batched; "
         "make the mapped axis part of the batch, or loop over it"
     )
 

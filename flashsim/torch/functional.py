@@ -211,7 +211,7 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
     return torch.tensor(cu_seqlens, dtype=torch.int64)
 
 
-def _of_course(*qkv: Tensor) -> tuple[Tensor, ...]:
+def _without_heads(*qkv: Tensor) -> tuple[Tensor, ...]:
     """Return q, k and v; raise `ShapeError` unless they are `FlashAttention`'s (batch, n, d)."""
     if any(x.ndim != 3 for x in qkv):
         raise ShapeError(
@@ -243,14 +243,14 @@ class FlashAttention(torch.autograd.Function):
             return super().apply(*given)
         q, k, v, *causal = given
         q, k, v = taken(q=q, k=k, v=v)
-        heads = [x.unsqueeze(1) for x in _of_course(q, k, v)]
+        heads = [x.unsqueeze(1) for x in _without_heads(q, k, v)]
         return attention(*heads, causal=causal[0] if causal else False).squeeze(1)
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         """Run the forward pass, and return the output, (batch, n_q, d)."""
         q, k, v = taken(q=q, k=k, v=v)
-        heads = (x.unsqueeze(1) for x in _of_course(q, k, v))
+        heads = (x.unsqueeze(1) for x in _without_heads(q, k, v))
         out, lse = attention(*heads, causal=is_causal, return_lse=True)
         out, lse = out.squeeze(1), lse.squeeze(1)
         ctx.save_for_backward(q, k, v, out, lse)

@@ -15,6 +15,7 @@ from flashsim.own_kernels.answer import LINES, answer
 from flashsim.own_kernels.check import matrices
 from flashsim.own_kernels.mistakes import Back, Way, backward, forward
 from flashsim.own_kernels.names import identifier, labels, paper_name
+from flashsim.own_kernels.record import float64
 from flashsim.own_kernels.steps import Follower
 
 pytestmark = pytest.mark.promise("three counts equal")
@@ -690,3 +691,11 @@ def test_what_is_refused():
         r.block(LOAD, code, (slice(0, 8),))
     with pytest.raises(UnsupportedError, match="at most 64 launches"):
         KernelTrace(r.done()).trace  # noqa: B018
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(0x7FA00000, np.float32), (0x7D00, np.float16)])
+def test_memory_that_no_program_wrote_may_hold_any_bits(bits, dtype):
+    signaling = np.array([bits, 0], f"u{np.dtype(dtype).itemsize}").view(dtype)
+    values = float64(signaling)
+    assert values.dtype == np.float64
+    assert np.isnan(values[0]) and values[1] == 0
