@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flashsim.errors import DTypeError, ShapeError
+from flashsim.torch import flash_attn_cache as caches
 from flashsim.torch import flash_attn_core as core
 from flashsim.torch.flash_attn_core import Window
 
@@ -267,12 +268,12 @@ def flash_attn_with_kvcache(
     Tensor, (batch, n_q, heads, head_dim_v)
         With `return_softmax_lse`, also the LSE, (batch, heads, n_q) in float32.
     """
-    cache = core.Cache(
+    cache = caches.Cache(
         *(k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
         *(cache_leftpad, block_table, rotary_interleaved, num_splits),
     )
     scores = core.ScoreOptions(softmax_scale, causal, window_size, softcap, slopes=alibi_slopes)
-    out, lse = core.with_cache(q, cache, scores)
+    out, lse = caches.with_cache(q, cache, scores)
     return (out, lse) if return_softmax_lse else out
 
 

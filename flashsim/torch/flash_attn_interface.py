@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from flashsim.errors import OptionError, ShapeError
+from flashsim.torch import flash_attn_cache as caches
 from flashsim.torch import flash_attn_core as core
 from flashsim.torch.flash_attn import flash_attn_combine
 from flashsim.torch.flash_attn_core import Window
@@ -221,7 +222,7 @@ def flash_attn_with_kvcache(
     Tensor, like q with head_dim_v columns
         With `return_softmax_lse`, also the LSE, (batch, heads, n_q) or (heads, tokens).
     """
-    cache = core.Cache(
+    cache = caches.Cache(
         *(k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
         *(cache_leftpad, page_table, rotary_interleaved, num_splits, rotary_seqlens),
     )
@@ -233,9 +234,9 @@ def flash_attn_with_kvcache(
     if cu_seqlens_q is None and cu_seqlens_k_new is not None:
         raise OptionError("cu_seqlens_k_new= needs cu_seqlens_q= too; pass both")
     if cu_seqlens_q is None:
-        out, lse = core.with_cache(q, cache, scores, qv)
+        out, lse = caches.with_cache(q, cache, scores, qv)
     else:
-        out, lse = core.packed_over_cache(q, cu_seqlens_q, cu_seqlens_k_new, cache, scores, qv)
+        out, lse = caches.packed_over_cache(q, cu_seqlens_q, cu_seqlens_k_new, cache, scores, qv)
     return (out, lse) if return_softmax_lse else out
 
 

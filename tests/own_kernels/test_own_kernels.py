@@ -698,4 +698,5 @@ def test_memory_that_no_program_wrote_may_hold_any_bits(bits, dtype):
     signaling = np.array([bits, 0], f"u{np.dtype(dtype).itemsize}").view(dtype)
     values = float64(signaling)
     assert values.dtype == np.float64
-    assert np.isnan(values[0]) and values[1] == 0
+    assert np.isnan(values[0])
+    assert values[1] == 0
