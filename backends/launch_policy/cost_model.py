@@ -208,7 +208,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
         if one.stage.once:
             known["fused"], more = HOPPER_ONCE[width], WITHOUT_DELTA
         if one.stage.converts:
-            row = 4 * 2 + p.itemsize  # bytes per column
+            zeros = any((m.op, m.tensor) == ("store", "dQ_acc") for m in passes[0].stage.moves)
+            row = 4 * (1 + zeros) + p.itemsize  # bytes per column
             moved = p.batch * p.heads * p.n_q * p.head_dim * row
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:

@@ -129,10 +129,11 @@ class Outcome(NamedTuple):
 class Engine(Protocol):
     """The functions that every engine module has.
 
-    Four more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
+    Five more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
     dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
     backward is the fastest if dQ may be added up in any order. `stores_dq(job, saved)` returns
-    whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts an array
+    whether "flash2-once" is faster than the job's algorithm, and `stores_first(job, saved)` whether
+    "flash2-fused-first" is faster than "flash2-fused". `adopt(name, array)` converts an array
     that supports only DLPack to a type that the engine accepts.
     """
 
