@@ -45,6 +45,8 @@ _WIDEST_STAGED = 192
 #: How many work tiles of a head may begin at the same row tile of "flash2-fused-first", and the
 #: head_dim up to which it is not chosen (`Hopper.stores_first`).
 _FIRST, _TOGETHER, _SHORT_VISITS = "flash2-fused-first", 3, 64
+#: The fraction of a fused backward's predicted time that its zeros must take for this form.
+_FLAGS = 0.03
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,8 @@ class Hopper(Family):
 
         It is slower if many blocks reach a row tile at the same time, because they wait until the
         first one has stored. So at most `_TOGETHER` work tiles of a head may begin at the same row
-        tile, as under a causal mask. Up to a head_dim of 64, visits are short and its flags take
-        longer than the zeros that it saves.
+        tile, as under a causal mask. Reading flags costs up to `_FLAGS` of the time. Up to a
+        head_dim of 64, visits are so short that flags cost more.
         """
         if widest(problem) <= _SHORT_VISITS or self.refusal(problem, None, gpu, "backward", _FIRST):
             return False
@@ -228,7 +230,10 @@ class Hopper(Family):
         tables = next(one.tables for one in passes if one.stage.name == "fused")
         first = tables.index[tables.ptr[:-1]] if tables.spans is None else tables.spans[:, 0]
         begins = first[tables.visits > 0]
-        return bool(len(begins)) and int(np.bincount(begins).max()) <= _TOGETHER
+        if not len(begins) or int(np.bincount(begins).max()) > _TOGETHER:
+            return False
+        fused, stored = self._times(problem, gpu, "flash2-fused", _FIRST)
+        return stored < (1 - _FLAGS) * fused
 
     def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
         """Return the predicted time in µs of the backward pass for each of `algorithms`."""

@@ -295,13 +295,16 @@ __device__ inline void pass_turn(u32* turn) {
 #if FS_FIRST
 // The first block to reach a piece of dQ stores it, and no kernel writes zeros. `piece` is 0 before,
 // 1 while that block stores, and 2 afterwards. Other blocks wait for 2 and then add. The first
-// block already has its piece in shared memory, so it never waits for another one.
-__device__ inline bool comes_first(u32* piece) {
-    u32 now;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(piece) : "memory");
-    if (now == 0 && atomicCAS(piece, 0, 1) == 0) return true;
-    while (now != 2)
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(piece) : "memory");
+// block already has its piece in shared memory, so it never waits for another one. `flag` is the
+// value before the piece was complete: reading it then hides the latency of most visits.
+__device__ inline u32 flag_of(const u32* piece) {
+    u32 flag;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(flag) : "l"(piece) : "memory");
+    return flag;
+}
+__device__ inline bool comes_first(u32* piece, u32 flag) {
+    if (flag == 0 && atomicCAS(piece, 0, 1) == 0) return true;
+    while (flag != 2) flag = flag_of(piece);
     asm volatile("fence.proxy.async.global;" ::: "memory");
     return false;
 }
@@ -347,17 +350,21 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             const int walk = it.walk * a.group + step.member;  // index of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             [[maybe_unused]] bool stores = false;
+#if FS_FIRST
+            u32* piece = a.turns + (i64(walk) * a.n_q + first) * 2 + g;
+            const u32 flag = leads ? flag_of(piece) : 0;
+#endif
             named_sync(DQ_FULL + g, 160);  // the piece is complete
             if (leads) {
-                [[maybe_unused]] u32* piece = a.turns + (i64(walk) * a.n_q + first) * 2 + g;
 #if FS_ORDERED
-                wait_turn(piece, a.ranks[a.ptr[it.outer] + step.v]);
+                u32* turn = a.turns + (i64(walk) * a.n_q + first) * 2 + g;
+                wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);
 #endif
                 const int row = first + dq_row(g);
                 const Place to = place(row, it.end, walk / a.heads);
                 int columns = 0;  // columns that exist
 #if FS_FIRST
-                stores = comes_first(piece);
+                stores = comes_first(piece, flag);
                 if (stores)
 #pragma unroll 1  // few registers
                     for (int c = 0; c < DQ_BOXES; ++c)
@@ -390,7 +397,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #elif FS_FIRST
             if (stores) {
                 reduce_wait();
-                let_others_add(a.turns + (i64(walk) * a.n_q + first) * 2 + g);
+                let_others_add(piece);
             }
 #endif
             step.next(a, it, it.visits.count);
