@@ -109,7 +109,7 @@ class TileNumbers:
         return cls(r.problem, r.schedule(r.stages[0]), names)
 
     def rows_of(self, schedule: Schedule) -> np.ndarray:
-        """Return the first row tile of this numbering in each row tile of a stage, int32 (T_r + 1,).
+        """Return each stage row tile's first row tile of this numbering, int32 (T_r + 1,).
 
         A stage's row tile may consist of several of them (`Tiling.dq_rows`).
         """
@@ -183,7 +183,7 @@ def requests(stage: plans.Stage, schedule: Schedule, grid_rows: np.ndarray) -> i
 
 
 def _by_rows(move: plans.Move) -> bool:
-    """Return whether a move's tile has the rows of a row tile, and is no line of a captured array."""
+    """Return whether a move's tile has a row tile's rows, and is no line of a captured array."""
     name = move.tensor
     lined = captured.lined(name) in captured.LINED
     return not lined and tensors.AXES[name] in _COARSE

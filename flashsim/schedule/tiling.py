@@ -72,12 +72,12 @@ class Tiling:
 
     @staticmethod
     def joined(tiles: Mapping[str, Tiling]) -> Tiling:
-        """Return one tiling from the tiles of each stage of a pass, by name: the inverse of `of`."""
+        """Return one tiling from the tiles of each stage, by name: the inverse of `of`."""
         tile = next(iter(tiles.values()))
         return replace(tile, dq_rows=tiles[DQ_ALONE].block_q) if DQ_ALONE in tiles else tile
 
     def refuse_dq_rows(self, backend: str) -> None:
-        """Raise `TilingError` if tiles of dQ's pass have another size than those of other passes."""
+        """Raise `TilingError` if dQ's pass has tiles of another size than other passes."""
         if self.dq_rows:
             raise TilingError(
                 f"{backend} has tiles of one size in all passes, not {self}; leave out dq_rows=, "
