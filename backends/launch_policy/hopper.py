@@ -140,8 +140,9 @@ class Hopper(Family):
         if any(t.dq_rows for t in possible):
 
             def took(tiling: Tiling) -> float:
-                given = asked.problem, tiling, asked.gpu, "ascending", "", asked.algorithm
-                return cost_model.backward_microseconds(self.backward_passes(*given), asked.gpu)
+                p, gpu, algorithm = asked.problem, asked.gpu, asked.algorithm
+                passes = self.backward_passes(p, tiling, gpu, "ascending", "", algorithm)
+                return cost_model.backward_microseconds(passes, gpu)
 
             return min(possible, key=took)
         return possible[0]

@@ -151,11 +151,11 @@ class TileNumbers:
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
-def requests(stage: plans.Stage, schedule: Schedule, grid_rows: np.ndarray) -> int:
+def requests(stage: plans.Stage, schedule: Schedule, grid_rows: np.ndarray | None = None) -> int:
     """Return the number of tiles that one kernel requests, summed over all heads.
 
     Captured arrays count as one request per tile and array access in the function. `grid_rows` is
-    the result of `TileNumbers.rows_of`.
+    the result of `TileNumbers.rows_of`; None means one row tile of the numbering per row tile.
     """
     before, each, whole, rest = (
         sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)
@@ -170,7 +170,9 @@ def requests(stage: plans.Stage, schedule: Schedule, grid_rows: np.ndarray) -> i
     members = plans.members_of(stage, schedule.problem, schedule.split)
     repeat, _ = plans.heads_of(stage, schedule.problem)
     found = repeat * (outers * before + ends + members * visits * each)
-    if grid_rows[-1] > schedule.t_r:  # a row tile of this stage is several requests
+    if (
+        grid_rows is not None and grid_rows[-1] > schedule.t_r
+    ):  # a row tile of this stage is several requests
         owns, each = (
             sum(m.transfers and _by_rows(m) for m in moves)
             for moves in ((*stage.before, *stage.after), stage.visit)
