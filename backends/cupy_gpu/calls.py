@@ -333,7 +333,7 @@ class Plan:
         self.name, self.passes, self.gpu = name, passes, gpu
         p = passes[0].tables.schedule.problem
         schedule = passes[0].tables.schedule
-        self.tiling: Tiling = schedule.tiling
+        self.tiling = Tiling.joined({x.stage.name: x.tables.schedule.tiling for x in passes})
         self.split: Split = schedule.split
         self.sizes, self.dtype = NewArrays.of(p), p.dtype
         self.summed = summed_up(self.sizes, p.dtype, algorithm)

@@ -90,9 +90,12 @@ class Backward(NamedTuple):
 #: (docs/notebooks/hopper.md, "Which form").
 HOPPER_BACKWARD = {
     64: Backward(Times(2.39, 1.38), Times(2.56, 1.21), Times(2.59, 2.03)),
+    80: Backward(Times(2.53, 1.13), Times(3.04, 0.97), Times(2.85, 1.72)),
     128: Backward(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
     192: Backward(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
 }
+#: The times of dQ alone at these head dims, if its tiles have 128 rows instead of 64.
+DQ_OF_128_ROWS = {80: Times(3.5, 1.9), 128: Times(3.5, 2.1)}
 #: The tile of backward_roles.cu, the fused kernel for head dims of 129 to 192 whose warpgroups have
 #: different roles, and its times. They are fitted to its speed relative to tile 64 x 64 at twenty
 #: shapes with head dims of 160 to 192.
@@ -188,7 +191,10 @@ def _launch(items: np.ndarray, walks: int, processors: int) -> float:
 def backward_times(problem: Problem, tiling: Tiling) -> Backward:
     """Return the times of the Hopper backward's kernels for a problem with this tiling."""
     d = max(problem.head_dim, problem.head_dim_v)
-    known = HOPPER_BACKWARD[min((w for w in HOPPER_BACKWARD if d <= w), default=192)]
+    width = min((w for w in HOPPER_BACKWARD if d <= w), default=192)
+    known = HOPPER_BACKWARD[width]
+    if tiling.block_q == 128 and width in DQ_OF_128_ROWS:
+        return known._replace(dq=DQ_OF_128_ROWS[width])
     return known._replace(fused=HOPPER_FUSED_WIDE[ROLES]) if tiling == ROLES else known
 
 

@@ -114,10 +114,12 @@ class Hopper(Family):
                     return (Tiling(64, 64),)
                 given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
                 return cost_model.fastest_first(*given, cost_model.microseconds_by_keys)
-            # Without transposition, a product of dQ has 64 rows; a softcap uses registers.
-            if not asked.fused or problem.softcap or scored:
-                return (Tiling(64, 128),)
+            # Without transposition, a product of dQ has 64 rows; functions use registers.
             low, high = Tiling(64, 128), Tiling(80, 128)
+            if scored or problem.mask_mod is not None or (asked.fused and problem.softcap):
+                return (low,)
+            if not asked.fused:
+                return replace(low, dq_rows=128), low
             return (high, low) if d <= 80 else (low, high)
         times = _forward_times(d)
         launch_time = partial(
@@ -145,8 +147,17 @@ class Hopper(Family):
     def fastest(self, asked: PassRequest) -> Tiling | None:
         """Return the fastest tiling with which the Hopper kernels can run this pass."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
-        # With ordered dQ, fewer row tiles mean fewer waits for a turn.
-        return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
+        if asked.ordered:  # fewer row tiles mean fewer waits for a turn
+            return max(possible, key=lambda t: t.block_q)
+        if any(t.dq_rows for t in possible):
+
+            def took(tiling: Tiling) -> float:
+                p, gpu, algorithm = asked.problem, asked.gpu, asked.algorithm
+                passes = self.backward_passes(p, tiling, gpu, "ascending", "", algorithm)
+                return cost_model.backward_microseconds(passes, gpu)
+
+            return min(possible, key=took)
+        return possible[0]
 
     def packs(self, asked: PassRequest, tiling: Tiling | None) -> bool:
         """Return whether the query heads of a GQA group share the row tiles of a forward pass.
@@ -253,7 +264,7 @@ class Hopper(Family):
         are slow: on an H100, 128 work tiles took 92 µs in clusters of two, and 72 µs without
         clusters.
         """
-        p, (stage, tables, gpu), items = walk.problem, walk, walk.items
+        p, (stage, tables, gpu, tiling), items = walk.problem, walk, walk.items
         if stage.outer != "keys" or tables.schedule.tiling == cost_model.ROLES:
             return ((1, items),)
         steps = p.group * tables.visits
@@ -264,7 +275,7 @@ class Hopper(Family):
         if stage.name == "dkdv":
             if items >= free:
                 return ((1, items),)
-            beside = cost_model.busy_at_once(p, tables.schedule.tiling)[0]
+            beside = cost_model.busy_at_once(p, tiling.of("dq"))[0]
             free = int(free - beside) if beside + items <= free else free
         # how many clusters the remaining SMs run is not known
         at_once = gpu.clusters if free == gpu.multiprocessors else ()
@@ -302,7 +313,7 @@ class Hopper(Family):
         groups of half a wave are 1.01 to 1.12 times as fast above a head_dim of 64. Up to 64 they
         gain nothing.
         """
-        p, (stage, tables, gpu) = walk.problem, walk
+        p, (stage, tables, gpu, _) = walk.problem, walk
         group = p.group if stage.per == "head" else 1  # walks that share K and V
         shared = functions.heads_share(p, gpu.l2_bytes // 8)
         if tables.ranks is None and walk.alike and not shared:

@@ -168,7 +168,10 @@ def with_scales(p: Problem, tiling: Tiling, kind) -> Problem:
     return replace(p, scales=blocks.get(kind, kind))
 
 
-tilings = st.builds(Tiling, st.integers(5, 64), st.integers(5, 64))
+tilings = st.builds(
+    lambda q, k, times: Tiling(q, k, dq_rows=times * q),
+    *(st.integers(5, 64), st.integers(5, 64), st.sampled_from((1, 1, 2, 4))),
+)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -27,6 +27,11 @@ def clump(problem, direction, stage, tiles, l2_mib=60, processors=132):
     return clump_size(one, problem, tiles, l2_bytes=l2_mib << 20, processors=processors)
 
 
+def assigned(one):
+    """How work tiles of a launch's stage would be assigned by the rule of the portable kernels."""
+    return PORTABLE.hand_out(one.stage, one.tables, H200, one.tables.schedule.tiling)
+
+
 def left_for_last(walks, size):
     return (walks - 1) % size + 1
 
@@ -127,16 +132,16 @@ def test_short_forwards_are_at_work_on_several_clumps(n, short):
     """
     p = Problem(n, head_dim=128, batch=64, heads=16, dtype="bfloat16", causal=True)
     (forward,) = HOPPER.forward_passes(p, None, H200, "ascending", "")
-    rule = PORTABLE.hand_out(forward.stage, forward.tables, H200).clump  # what L2 holds
+    rule = assigned(forward).clump  # what L2 holds
     assert rule > 16
     assert forward.clump == (16 if short else rule)
     (once,) = HOPPER.forward_passes(replace(p, batch=2), None, H200, "ascending", "")
-    few = PORTABLE.hand_out(once.stage, once.tables, H200)
+    few = assigned(once)
     assert once.clump == few.clump  # few rounds of items
     (shared,) = HOPPER.forward_passes(replace(p, kv_heads=2), None, H200, "ascending", "")
     assert shared.clump % 8 == 0  # heads that share K and V stay together
     backward = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")[1]
-    assert backward.clump == PORTABLE.hand_out(backward.stage, backward.tables, H200).clump
+    assert backward.clump == assigned(backward).clump
 
 
 def item(one, number):
@@ -165,7 +170,7 @@ def test_packed_heads_run_in_head_groups_of_half_a_wave(n, d, heads):
         Problem(n, batch=64, **sizes), None, H200, "ascending", "", True
     )
     tiles = packed.tables.tiles
-    rule = PORTABLE.hand_out(packed.stage, packed.tables, H200).clump  # what L2 holds
+    rule = assigned(packed).clump  # what L2 holds
     assert packed.clump == (heads or rule)
     assert not heads or heads < rule
     if heads:
@@ -173,5 +178,5 @@ def test_packed_heads_run_in_head_groups_of_half_a_wave(n, d, heads):
         (few,) = HOPPER.forward_passes(
             Problem(n, batch=1, **sizes), None, H200, "ascending", "", True
         )
-        held = PORTABLE.hand_out(few.stage, few.tables, H200).clump
+        held = assigned(few).clump
         assert few.clump == held

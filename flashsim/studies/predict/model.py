@@ -300,7 +300,7 @@ def _prepare(
         problem,
         algorithm=algorithm,
         direction=direction,
-        tiling=passes[0].tables.schedule.tiling,
+        tiling=Tiling.joined({x.stage.name: x.tables.schedule.tiling for x in passes}),
         pack_gqa=passes[0].tables.schedule.split.pack_gqa or None,
         device=replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm),
     )
