@@ -43,10 +43,8 @@ _WIDEST_ONCE = 128
 _WIDEST_STAGED = 192
 
 #: How many work tiles of a head may begin at the same row tile of "flash2-fused-first", and the
-#: head_dim up to which it is not chosen (`Hopper.stores_first`).
-_FIRST, _TOGETHER, _SHORT_VISITS = "flash2-fused-first", 3, 64
-#: The fraction of a fused backward's predicted time that its zeros must take for this form.
-_FLAGS = 0.03
+#: fraction of the fused backward's predicted time that it must save (`Hopper.stores_first`).
+_FIRST, _TOGETHER, _SAVES = "flash2-fused-first", 3, 0.035
 
 
 @dataclass(frozen=True)
@@ -232,19 +230,20 @@ class Hopper(Family):
 
         It is slower if many blocks reach a row tile at the same time, because they wait until the
         first one has stored. So at most `_TOGETHER` work tiles of a head may begin at the same row
-        tile, as under a causal mask. Reading flags costs up to `_FLAGS` of the time. Up to a
-        head_dim of 64, visits are so short that flags cost more.
+        tile, as under a causal mask, and query heads must not alternate (`in_step`). With many
+        visits per row tile, reading flags costs more than the zeros that it saves.
         """
-        if widest(problem) <= _SHORT_VISITS or self.refusal(problem, None, gpu, "backward", _FIRST):
+        if self.refusal(problem, None, gpu, "backward", _FIRST):
             return False
         passes = self.backward_passes(problem, None, gpu, "ascending", "", _FIRST)
-        tables = next(one.tables for one in passes if one.stage.name == "fused")
+        one = next(one for one in passes if one.stage.name == "fused")
+        tables, in_step = one.tables, dict(one.kernel.constants)["FS_IN_STEP"]
         first = tables.index[tables.ptr[:-1]] if tables.spans is None else tables.spans[:, 0]
         begins = first[tables.visits > 0]
-        if not len(begins) or int(np.bincount(begins).max()) > _TOGETHER:
+        if in_step or not len(begins) or int(np.bincount(begins).max()) > _TOGETHER:
             return False
         fused, stored = self._times(problem, gpu, "flash2-fused", _FIRST)
-        return stored < (1 - _FLAGS) * fused
+        return stored < (1 - _SAVES) * fused
 
     def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
         """Return the predicted time in µs of the backward pass for each of `algorithms`."""
