@@ -84,18 +84,51 @@ class Forward:
         out, lse, key = self.again(q, k, v)
         if key is not None:
             space = self._space
-            given = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
-            (at_q, of_q), (at_k, of_k), (at_v, of_v) = given
-            head = (
-                *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
-                *(lse.data_ptr(), *NO_SCRATCH),
-            )
-            call = Call(space, head, stream=key[0])
-            for one in self._plan.launches:
-                one(call, {})
-            if of_q is q and of_k is k and of_v is v:
-                self.note(key, call)
+            placed = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
+            self._launch(key, (q, k, v), placed, out, lse)
         return out, lse
+
+    def repeat(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, dict[str, Any]] | None:
+        """Return out, the LSE and what a backward pass needs; None if the call must be checked.
+
+        A call with tensors of several GPUs must be checked, and one that has to copy a tensor.
+        """
+        space = self._space
+        if not q.get_device() == k.get_device() == v.get_device() == space.device:
+            return None
+        if cupy.cuda.runtime.getDevice() != space.device:
+            return None
+        try:
+            out, lse, key = self.again(q, k, v)
+            if key is not None:
+                placed = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
+                if not (placed[0][1] is q and placed[1][1] is k and placed[2][1] is v):
+                    return None
+                self._launch(key, (q, k, v), placed, out, lse)
+        except Exception as error:
+            explain(error)
+            raise
+        return out, lse, {"space": space, "arrays": (q, k, v, out, lse)}
+
+    def _launch(
+        self,
+        key: tuple[Any, ...],
+        given: tuple[Any, Any, Any],
+        placed: tuple[tuple[arrays.Place, Any], ...],
+        out: Any,
+        lse: Any,
+    ) -> None:
+        """Launch the pass for tensors at these places, and record it unless one is a copy."""
+        (at_q, of_q), (at_k, of_k), (at_v, of_v) = placed
+        head = (
+            *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
+            *(lse.data_ptr(), *NO_SCRATCH),
+        )
+        call = Call(self._space, head, stream=key[0])
+        for one in self._plan.launches:
+            one(call, {})
+        if of_q is given[0] and of_k is given[1] and of_v is given[2]:
+            self.note(key, call)
 
 
 class Direct:

@@ -16,7 +16,7 @@ from flashsim.backends.launch_policy.family import Family
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
-from flashsim.engines.protocol import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome, Repeat
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device, reported
@@ -111,6 +111,20 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
     with _EXPLAINING:
         plan = _plan(_family, job, "forward", space)
     return Direct(space, (p.head_dim, p.head_dim_v), plan, backward_plan)
+
+
+def repeat(job: Job) -> Repeat | None:
+    """Return a function that repeats a job's forward pass on other torch tensors, or None."""
+    p = job.problem
+    if job.algorithm == DECODE:
+        return None
+    space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.result_dtype)
+    if not isinstance(space, arrays.TorchSpace):
+        return None
+    plan = _plan(_family, job, "forward", space)
+    repeated = _repeated(job, plan, space)
+    unpadded = plan.sizes.out.width == p.head_dim_v
+    return repeated.repeat if repeated is not None and unpadded else None
 
 
 def placed(job: Job, *, few: bool) -> Placed | None:
