@@ -55,7 +55,9 @@ class Placed:
 class Forward:
     """A forward pass on torch tensors of one device, which caches its launches and repeats them."""
 
-    def __init__(self, space: arrays.TorchSpace, plan: Plan) -> None:
+    _space: arrays.Space
+
+    def __init__(self, space: arrays.Space, plan: Plan) -> None:
         self._space, self._plan, sizes = space, plan, plan.sizes
         self._repeated, self._strides = Repeated(plan.launches), sizes.out.strides
         self._out, self._lse = space.maker(sizes.out.shape, plan.dtype), space.maker(sizes.lse)
@@ -96,6 +98,11 @@ class Forward:
         space = self._space
         if not q.get_device() == k.get_device() == v.get_device() == space.device:
             return None
+        return self._repeat(q, k, v)
+
+    def _repeat(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, dict[str, Any]] | None:
+        """Do the work of `repeat` for arrays on the space's device."""
+        space = self._space
         if cupy.cuda.runtime.getDevice() != space.device:
             return None
         try:
@@ -120,15 +127,34 @@ class Forward:
     ) -> None:
         """Launch the pass for tensors at these places, and record it unless one is a copy."""
         (at_q, of_q), (at_k, of_k), (at_v, of_v) = placed
+        of_out, of_lse = self._space.pointer(out), self._space.pointer(lse)
         head = (
-            *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
-            *(lse.data_ptr(), *NO_SCRATCH),
+            *(*at_q, *at_k, *at_v, of_out, *self._strides, *NO_GRADIENTS),
+            *(of_lse, *NO_SCRATCH),
         )
         call = Call(self._space, head, stream=key[0])
         for one in self._plan.launches:
             one(call, {})
         if of_q is given[0] and of_k is given[1] and of_v is given[2]:
             self.note(key, call)
+
+
+class CupyForward(Forward):
+    """The same for CuPy arrays."""
+
+    def again(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
+        """See `Forward.again`."""
+        out, lse, stream = self._out(), self._lse(), self._space.stream()
+        key = (
+            *(stream, q.data.ptr, q.strides, k.data.ptr, k.strides, v.data.ptr, v.strides),
+            *(out.data.ptr, lse.data.ptr),
+        )
+        return out, lse, None if self._repeated.launch(key, stream) else key
+
+    def repeat(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, dict[str, Any]] | None:
+        """See `Forward.repeat`."""
+        devices = {x.data.device_id for x in (q, k, v)}
+        return self._repeat(q, k, v) if devices == {self._space.device} else None
 
 
 class Direct:

@@ -38,7 +38,7 @@ import cupy  # noqa: E402
 
 from flashsim.backends.cupy_gpu import arrays, bias, captured, decode, fp8  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan  # noqa: E402
-from flashsim.backends.cupy_gpu.direct import Direct, Forward, Placed  # noqa: E402
+from flashsim.backends.cupy_gpu.direct import CupyForward, Direct, Forward, Placed  # noqa: E402
 from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa: E402
 
 
@@ -114,13 +114,11 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 
 
 def repeat(job: Job) -> Repeat | None:
-    """Return a function that repeats a job's forward pass on other torch tensors, or None."""
+    """Return a function that repeats a job's forward pass on other device arrays, or None."""
     p = job.problem
     if job.algorithm == DECODE:
         return None
     space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.result_dtype)
-    if not isinstance(space, arrays.TorchSpace):
-        return None
     plan = _plan(_family, job, "forward", space)
     repeated = _repeated(job, plan, space)
     unpadded = plan.sizes.out.width == p.head_dim_v
@@ -238,15 +236,23 @@ def _outcome(
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
-    """Return an object that repeats forward launches; None if the job has functions or sinks."""
+    """Return an object that repeats forward launches, or None for other jobs.
+
+    The job may have no functions and sinks. Its arrays are CuPy arrays or torch tensors.
+    """
     p = job.problem
-    if job.trace or p.fp8 or not isinstance(space, arrays.TorchSpace):
+    if job.trace or p.fp8:
         return None
     found = job.memo.get((Forward, plan), job)
     if found is job:  # not in the memo
         kernels = [one.one.kernel for one in plan.launches]
         plain = all(x.functions is None and not x.sinks for x in kernels)
-        found = job.memo[Forward, plan] = Forward(space, plan) if plain else None
+        found = None
+        if plain and isinstance(space, arrays.TorchSpace):
+            found = Forward(space, plan)
+        elif plain and type(job.q) is type(job.k) is type(job.v) is cupy.ndarray:
+            found = CupyForward(space, plan)
+        job.memo[Forward, plan] = found
     return found
 
 
