@@ -157,63 +157,22 @@ class CupyForward(Forward):
         return self._repeat(q, k, v) if devices == {self._space.device} else None
 
 
-class Direct:
-    """The forward and backward pass of a checked job, for torch tensors on one device.
+class Backward:
+    """A backward pass on torch tensors of one device, which caches its launches and repeats them.
 
-    ``backward(with_lse)`` returns the plan of the backward pass; `with_lse` says whether the LSE
-    has a gradient. `dims` are head_dim and head_dim_v.
+    `dims` are head_dim and head_dim_v. The caller must make the space's device current.
     """
 
-    def __init__(
-        self,
-        space: arrays.TorchSpace,
-        dims: tuple[int, int],
-        forward: Plan,
-        backward: Callable[[bool], Plan],
-    ) -> None:
-        self._space, self._dims, self._forward = space, dims, Forward(space, forward)
-        self._backward_plan, self._backwards = backward, dict[bool, tuple[Plan, Repeated, Any]]()
-        self._width = forward.sizes.out.width
+    def __init__(self, space: arrays.TorchSpace, dims: tuple[int, int], plan: Plan) -> None:
+        self._space, self._dims, self._plan = space, dims, plan
+        self._repeated, self._made = Repeated(plan.launches), _makers(space, plan)
 
-    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """Return the attention output and the LSE."""
-        space = self._space
-        try:
-            if cupy.cuda.runtime.getDevice() == space.device:
-                out, lse = self._forward(q, k, v)
-            else:
-                with space.on_device():
-                    out, lse = self._forward(q, k, v)
-            if self._width != self._dims[1]:
-                out = space.result(out, self._dims[1], self._width)
-            return out, lse
-        except Exception as error:
-            explain(error)
-            raise
-
-    def backward(
+    def __call__(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any = None
     ) -> tuple[Any, Any, Any]:
         """Return the gradients of q, k and v."""
-        try:
-            if cupy.cuda.runtime.getDevice() == self._space.device:
-                return self._gradients(q, k, v, out, lse, dout, dlse)
-            with self._space.on_device():
-                return self._gradients(q, k, v, out, lse, dout, dlse)
-        except Exception as error:
-            explain(error)
-            raise
-
-    def _gradients(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any
-    ) -> tuple[Any, Any, Any]:
-        space, with_lse = self._space, dlse is not None
-        known = self._backwards.get(with_lse)
-        if known is None:
-            plan = self._backward_plan(with_lse)
-            repeated = Repeated(plan.launches)
-            known = self._backwards[with_lse] = plan, repeated, _makers(space, plan)
-        plan, again, (new_dq, new_dk, new_dv, new_scratch, new_turns) = known
+        space, plan, again = self._space, self._plan, self._repeated
+        new_dq, new_dk, new_dv, new_scratch, new_turns = self._made
         lse = lse.contiguous()
         less = None if dlse is None else dlse.contiguous()
         less_at, stream = 0 if less is None else less.data_ptr(), space.stream()
@@ -246,6 +205,62 @@ class Direct:
             space.result(dk, d, sizes.dk.width),
             space.result(dv, d_v, sizes.dv.width),
         )
+
+
+class Direct:
+    """The forward and backward pass of a checked job, for torch tensors on one device.
+
+    ``backward(with_lse)`` returns the plan of the backward pass; `with_lse` says whether the LSE
+    has a gradient. `dims` are head_dim and head_dim_v.
+    """
+
+    def __init__(
+        self,
+        space: arrays.TorchSpace,
+        dims: tuple[int, int],
+        forward: Plan,
+        backward: Callable[[bool], Plan],
+    ) -> None:
+        self._space, self._dims, self._forward = space, dims, Forward(space, forward)
+        self._backward_plan, self._backwards = backward, dict[bool, Backward]()
+        self._width = forward.sizes.out.width
+
+    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """Return the attention output and the LSE."""
+        space = self._space
+        try:
+            if cupy.cuda.runtime.getDevice() == space.device:
+                out, lse = self._forward(q, k, v)
+            else:
+                with space.on_device():
+                    out, lse = self._forward(q, k, v)
+            if self._width != self._dims[1]:
+                out = space.result(out, self._dims[1], self._width)
+            return out, lse
+        except Exception as error:
+            explain(error)
+            raise
+
+    def backward(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """Return the gradients of q, k and v."""
+        try:
+            if cupy.cuda.runtime.getDevice() == self._space.device:
+                return self._gradients(q, k, v, out, lse, dout, dlse)
+            with self._space.on_device():
+                return self._gradients(q, k, v, out, lse, dout, dlse)
+        except Exception as error:
+            explain(error)
+            raise
+
+    def _gradients(self, *tensors: Any) -> tuple[Any, Any, Any]:
+        with_lse = tensors[-1] is not None
+        run = self._backwards.get(with_lse)
+        if run is None:
+            made = Backward(self._space, self._dims, self._backward_plan(with_lse))
+            run = self._backwards[with_lse] = made
+        return run(*tensors)
 
 
 def _makers(space: arrays.TorchSpace, plan: Plan) -> tuple[Any, ...]:
