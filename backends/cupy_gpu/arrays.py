@@ -233,10 +233,7 @@ class TorchSpace(Space):
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """Return the address and strides of an array or of its copy, and the owner of this memory."""
-    if not isinstance(space, TorchSpace):
-        view = space.view(x)
-        return view.place, view.array
+    """Return the address and strides of a tensor or of its copy, and the owner of this memory."""
     batch, head, row, last = x.stride()
     at = x.data_ptr()
     if (

@@ -85,8 +85,7 @@ class Forward:
         """Return the attention output, whose rows are padded, and the LSE."""
         out, lse, key = self.again(q, k, v)
         if key is not None:
-            space = self._space
-            placed = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
+            placed = self._place(q), self._place(k), self._place(v)
             self._launch(key, (q, k, v), placed, out, lse)
         return out, lse
 
@@ -108,7 +107,7 @@ class Forward:
         try:
             out, lse, key = self.again(q, k, v)
             if key is not None:
-                placed = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
+                placed = self._place(q), self._place(k), self._place(v)
                 if not (placed[0][1] is q and placed[1][1] is k and placed[2][1] is v):
                     return None
                 self._launch(key, (q, k, v), placed, out, lse)
@@ -116,6 +115,10 @@ class Forward:
             explain(error)
             raise
         return out, lse, {"space": space, "arrays": (q, k, v, out, lse)}
+
+    def _place(self, x: Any) -> tuple[arrays.Place, Any]:
+        """Return the address and strides of an array or of its copy, and the memory's owner."""
+        return arrays.place(self._space, x)
 
     def _launch(
         self,
@@ -141,6 +144,9 @@ class Forward:
 
 class CupyForward(Forward):
     """The same for CuPy arrays."""
+
+    def _place(self, x: Any) -> tuple[arrays.Place, Any]:
+        return self._space.view(x)[:2]
 
     def again(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
         """See `Forward.again`."""

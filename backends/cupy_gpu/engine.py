@@ -308,7 +308,9 @@ def backward_with(
             less = None if dlse is None else space.vector(dlse)
             if "places" not in saved:  # of repeated launches
                 q, k, v, out, lse = saved["arrays"]
-                views = [arrays.View(*arrays.place(space, x)) for x in (q, k, v, out)]
+                in_torch = isinstance(space, arrays.TorchSpace)
+                view = (lambda x: arrays.View(*arrays.place(space, x))) if in_torch else space.view
+                views = [view(x) for x in (q, k, v, out)]
                 saved = _saved(space, views[0], views[1], views[2], views[3], lse)
             places = *saved["places"], *given.place
             less_at = 0 if less is None else space.pointer(less)
