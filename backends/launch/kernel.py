@@ -77,9 +77,10 @@ class Gpu:
 
     `shared_bytes` is the largest shared memory that a thread block may request. `clock_khz` is the
     highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs:
-    a cluster size in blocks, and how many such clusters run at once with one block per SM. The
-    pairs in `clusters` must be measured on each chip, because chips of one model group their SMs
-    differently.
+    a cluster size in blocks, and how many such clusters run at once with one block per SM. A launch
+    asks the driver for the pairs in `clusters`, because chips of one model may group their SMs
+    differently. A plan without a GPU takes them from the `Device`, and estimates those that are
+    missing.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Gpu:
             *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
             multiprocessors=device.sm_count,
             hbm_bandwidth=device.hbm_bandwidth,
+            clusters=device.clusters,
         )
 
 

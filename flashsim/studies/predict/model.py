@@ -431,6 +431,10 @@ def _blocks(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray, tuple[int
     equal = cost_model.has_equal_tiles(one.stage, one.tables)
     share = (cost_model.TOGETHER if equal else cost_model.CLUSTERS)[blocks]
     places = int(work.traffic.device.sm_count * share)
+    started = one.walks * len(work.visits) * blocks
+    at_once = blocks * dict(work.traffic.device.clusters).get(blocks, 0)
+    if places < started <= at_once:  # all clusters run at once, as in `cost_model.shared_out`
+        places = at_once
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
 
