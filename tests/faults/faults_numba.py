@@ -38,8 +38,14 @@ EMPTY_TILES = ("gpu/test_hopper.py::test_features[more keys-64-python-hopper]",)
 CAUSAL = ("gpu/test_hopper.py::test_features", "-k", "causal-64-python")
 OF_MASKS = ("gpu/test_python_functions.py::test_masks", "-k", "documents and 64")
 VARLEN = ("gpu/test_hopper.py::test_features", "-k", "varlen-64-python")
-COUNTS = ("gpu/test_numba_hopper.py::test_counts_are_the_simulators", "-k", "ragged-ascending")
-BITS = ("gpu/test_numba_hopper.py::test_two_hundred_runs_give_the_same_bits", "-k", "64-False")
+COUNTS = (
+    "gpu/test_hopper.py::test_counts_are_the_simulators",
+    *("-k", "python-hopper-ragged-96-ascending"),
+)
+BITS = (
+    "gpu/test_hopper.py::test_two_hundred_runs_give_the_same_bits",
+    *("-k", "python-hopper-4096-64 and full"),
+)
 DEFERRED = (
     "gpu/test_hopper.py::test_dq_of_a_visit_computed_in_the_next_one",
     *("-k", "causal-64-python"),
@@ -191,7 +197,7 @@ FAULTS = {
     "hopper-items-taken-twice": Fault(
         "the launch behind clusters begins with their items, not with the others",
         *(f"{NUMBA}.hopper.work_tiles", "return a.first if part else int32(0)", "return int32(0)"),
-        ("gpu/test_numba_hopper.py::test_launches_of_several_cluster_sizes",),
+        ("gpu/test_hopper.py::test_launches_of_several_cluster_sizes", "-k", "python"),
     ),
     # -- Hopper's backward: when ----------------------------------------------------------------
     "hopper-ds-not-awaited": Fault(
