@@ -36,7 +36,7 @@ ONE_KEY = ("gpu/test_gpu_grid.py::test_shapes[python-hopper-64-full-1x1]",)
 #: Some rows see nothing of the last tile that their row tile visits.
 EMPTY_TILES = ("gpu/test_hopper.py::test_features[more keys-64-python-hopper]",)
 CAUSAL = ("gpu/test_hopper.py::test_features", "-k", "causal-64-python")
-OF_MASKS = ("gpu/test_python_functions.py::test_masks", "-k", "documents and 64")
+OF_MASKS = ("gpu/test_functions.py::test_masks", "-k", "python and documents and 64")
 VARLEN = ("gpu/test_hopper.py::test_features", "-k", "varlen-64-python")
 COUNTS = (
     "gpu/test_hopper.py::test_counts_are_the_simulators",
@@ -252,18 +252,18 @@ FAULTS = {
     "functions-gradient-of-half-a-warp": Fault(
         "the gradient of an element of the head lacks half of a warp's lanes",
         *(FUNCTIONS, "for mask in (1, 2, 4, 8, 16):", "for mask in (1, 2, 4, 8):"),
-        ("gpu/test_python_functions.py::test_scores", "-k", "alibi and 64"),
+        ("gpu/test_functions.py::test_scores", "-k", "python and alibi and 64"),
     ),
     "functions-head-of-the-group": Fault(
         "the backward calls functions with the first query head of a group",
         *(BACKWARD, "head = int32(member - batch * a.heads)"),
         *("head = int32((walk - batch * kv_heads) * a.group)",),
-        ("gpu/test_python_functions.py::test_scores", "-k", "relative and 64"),
+        ("gpu/test_functions.py::test_scores", "-k", "python and relative and 64"),
     ),
     "functions-sink-left-out": Fault(
         "the row sum lacks the sink",
         *(FORWARD, "        if sinks:\n", "        if False:\n"),
-        ("gpu/test_python_functions.py::test_sinks", "-k", "hopper"),
+        ("gpu/test_functions.py::test_sinks", "-k", "python and not tensor"),
     ),
     # -- the mma.sync kernels -------------------------------------------------------------------
     "mma-copies-not-waited-for": Fault(
