@@ -294,22 +294,6 @@ def test_an_unknown_kernel_family_is_an_option_error(wrong, meant):
         flashsim.run(x, x, x, backend="cupy", kernel=wrong)
 
 
-def test_kernels_with_delays_compile_and_every_barrier_has_a_number():
-    """What tests/gpu/test_cupy_barriers.py runs on a GPU."""
-    pytest.importorskip("cupy")
-    from barriers import barriers, jittered
-
-    kernels = {
-        one.kernel.file: one.kernel
-        for name in ("fp16 256", "fp32 64")
-        for one in passes(PROBLEMS[name], H200)
-    }
-    del kernels["portable/backward_rows.cu"]  # no barriers
-    for file, kernel in kernels.items():
-        assert barriers(file)
-        assert not errors(kernel, (*kernel.options, "-arch=sm_90"), jittered(file, "B1"))
-
-
 def test_tf32_is_for_float32_and_says_so():
     pytest.importorskip("cupy")
     from flashsim.backends.cupy_gpu import engine as cupy_engine
