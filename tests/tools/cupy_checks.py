@@ -91,11 +91,12 @@ FAMILIES = {
 }
 
 
-def families(*names):
+def families(*names, **changed):
     """Return parameters for a test's `family`: these, or all; skipped where they cannot run."""
     return [
-        pytest.param(FAMILIES[name], id=name, marks=_marks(FAMILIES[name]))
-        for name in names or FAMILIES
+        pytest.param(replace(one, **changed) if changed else one, id=name, marks=_marks(one))
+        for name, one in FAMILIES.items()
+        if name in (names or FAMILIES)
     ]
 
 
