@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from refusals import refusals, refused
+from refusals import refuses
 
 import flashsim
 from flashsim import Device, FlashSimError, Problem, Tiling
@@ -147,7 +147,7 @@ def swept(n=64, **axes):
     return flashsim.sweep(n=n, **axes)
 
 
-REFUSED = refusals(r"""
+test_an_axis_no_point_could_have_is_refused = refuses(r"""
 swept([]) -> OptionError: n_q has no values
 swept(0) -> OptionError: n_q must be at least 1, got 0
 swept(64.5) -> DTypeError: n_q must be an integer or a list of integers, got 64.5 (float)
@@ -173,11 +173,6 @@ swept(path=".") -> OptionError: it is a folder; pass the path of a file
 swept(path="/dev/null")
     -> OptionError: /dev/null: it is not a regular file; pass the path
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_an_axis_no_point_could_have_is_refused(call, said):
-    refused(call, said, globals())
 
 
 # -- executors ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 from helpers import tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refusals import refusals, refused
+from refusals import refuses
 from test_flash_decode import DECODE, paged
 from test_traffic import agree, tilings
 
@@ -141,7 +141,7 @@ def paged_run(prefix):
     return flashsim.run(X.q, POOL, POOL, **how)
 
 
-REFUSED = refusals(r"""
+test_what_cannot_be_shared_says_why = refuses(r"""
 run(OTHER, shared_prefix=16)
     -> OptionError: same in all batch entries, but those of k[2] differ from those of k[0]
 run(shared_prefix=22)
@@ -163,8 +163,3 @@ count(Problem(3, 17, **PACKED), algorithm=DECODE, level="dram")
 count(Problem(3, 17, **PACKED)) -> UnsupportedError: 'flash2' cannot merge partial results
 count(Problem(1, 17), shared_prefix=4) -> OptionError: 'flash2' does not take shared_prefix
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_cannot_be_shared_says_why(call, said):
-    refused(call, said, globals())

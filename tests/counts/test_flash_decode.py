@@ -5,7 +5,7 @@ import pytest
 from helpers import DTYPES, KINDS, Judge, brute_force_mask, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refusals import refusals, refused
+from refusals import refuses
 from test_traffic import agree, arrays_for, problems, tilings
 
 import flashsim
@@ -283,7 +283,7 @@ def pages(table, v=K, **options):
     return flashsim.run(X.q, K, v, algorithm=DECODE, block_table=table, **options)
 
 
-REFUSED = refusals(r"""
+test_what_is_refused_says_why = refuses(r"""
 run(ONE, None, splits=0) -> OptionError: splits= must be an integer of at least 1, or one
 run(ONE, None, splits=-3) -> OptionError: splits= must be an integer of at least 1, or one
 run(ONE, None, splits=2.0) -> OptionError: splits= must be an integer of at least 1, or one
@@ -324,11 +324,6 @@ merge(X.q, X.q[..., 0].copy(), X.q[:, :1], X.q[..., 0].copy())
     -> ShapeError: out_b must have the same shape as out_a
 merge(X.q, X.q, X.q, X.q) -> ShapeError: lse_a must have the shape of out_a without
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_is_refused_says_why(call, said):
-    refused(call, said, globals())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -257,26 +257,6 @@ def test_an_archive_of_something_else_with_a_header(path):
     refused(path, "an archive with a header, but not a flashsim trace")
 
 
-def test_every_truncation_is_refused(trace, path):
-    trace.save(path)
-    whole = path.read_bytes()
-    for size in np.linspace(2, len(whole) - 1, 60).astype(int):
-        path.write_bytes(whole[:size])
-        refused(path, "truncated or damaged")
-
-
-def test_flipped_bytes_are_refused_or_do_not_matter(trace, path):
-    trace.save(path)
-    whole = path.read_bytes()
-    for place in np.linspace(0, len(whole) - 1, 150).astype(int):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
-        try:
-            loaded = Trace.load(path)
-        except TraceError:
-            continue
-        assert loaded.same_events(trace)  # a time stamp or an attribute of the archive
-
-
 def test_damage_that_zip_and_numpy_report_in_their_own_ways_is_refused(trace, path):
     trace.save(path)
     whole = path.read_bytes()
@@ -306,13 +286,6 @@ def test_a_newer_format_says_so(trace, path):
     ("change", "text"),
     [
         ({"header": lambda h: h.pop("device")}, "the header lacks the key 'device'"),
-        ({"header": lambda h: h["problem"].update(n_q=-1)}, "n_q must be at least 1, got -1"),
-        ({"header": lambda h: h["problem"].update(colour=1)}, "argument 'colour'"),
-        (
-            {"header": lambda h: h["names"]["tensor"].append("X")},
-            "in the header's entry 'names', 'tensor' has unknown names: 'X'",
-        ),
-        ({"header": lambda h: h.update(version="x")}, "ValueError"),
         ({"drop": ["events_0"]}, r"missing: \['events_0'\], unknown: none"),
         ({"arrays": {"events_1": np.zeros(3)}}, r"missing: none, unknown: \['events_1'\]"),
         (
