@@ -42,7 +42,6 @@ LABORATORY = cache(lambda: flashsim.precision.laboratory((64,), points=("s",), k
 CALLS = {
     "predict.when": {"problem": LARGE, "lengths": [128]},
     "predict.versions": {"problem": LARGE},
-    "predict.predict": {"problem": LARGE},
     "predict.spread": {"problem": LARGE, "ranks": 4},
     "predict.least": {"traffic": COUNTED},
     "blocks.sizes": {"problem": LARGE, "sides": (64,)},
@@ -58,18 +57,11 @@ CALLS = {
     "claims.overview": {"full": cache(lambda: flashsim.claims.table("268-times"))},
     "banks.access": {},
     "banks.table": {},
-    "ladder.climb": {"n_q": 64, "n_kv": 64, "head_dim": 16, "rungs": ("naive",)},
     "precision.draw": {"kind": "normal", "n": 64},
     "precision.laboratory": {"n": (64,), "points": ("s",), "kinds": ("normal",)},
     "precision.presets": {"n": 64},
-    "reproduce.tables": {"name": "bounds"},
-    "roofline.roofline": {"counted": COUNTED},
-    "roofline.ridge_points": {"device": "H100"},
-    "roofline.textbook_bytes": {"problem": SMALL, "algorithm": "flash2"},
     "softmax_matmul.count": {"batch": 1, "d1": 64, "d2": 64, "d3": 16},
     "softmax_matmul.run": {"x": q[None], "v": np.ones((1, 16, 4), np.float32)},
-    "l2.dram": {"requested": COUNTED},
-    "l2.L2Model": {},
     "merge": {"out_a": q, "lse_a": np.zeros(32, "f4"), "out_b": q, "lse_b": np.zeros(32, "f4")},
     "oracle.attention": {
         **{"q": q[None, None], "k": k[None, None], "v": v[None, None]},
@@ -83,9 +75,6 @@ CALLS = {
     "verify.Case": {"problem": SMALL},
     "distributed.count": {"problem": SPREAD, "ranks": 2},
     "warm": {},
-    "load_sample": {},
-    "random_inputs": {"problem": SMALL},
-    "count": {"problem": SMALL, "tiling": TILE},
     "quantize": {"q": q, "k": k, "v": v},
 }
 METHODS = [

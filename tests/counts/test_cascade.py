@@ -10,7 +10,7 @@ from test_flash_decode import DECODE, paged
 from test_traffic import agree, tilings
 
 import flashsim
-from flashsim import Problem, Tiling, Trace
+from flashsim import Problem, Tiling
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import Split
 
@@ -110,17 +110,6 @@ def test_parts_are_as_long_anywhere():
     assert s.part_counts.tolist() == [4, 2, 1, 1]
     assert s.slots.tolist() == [[0, 4], [4, 6], [4, 5], [4, 5]]
     assert s.merged.tolist() == [False, True, True, True]
-
-
-def test_a_trace_keeps_its_prefix(tmp_path):
-    x = shared([20, 30], 16)
-    r = flashsim.run(x.q, x.k, x.v, algorithm=DECODE, shared_prefix=16, trace=True,
-                     cache_seqlens=[20, 30], tiling=Tiling(4, 8), splits=2)  # fmt: skip
-    r.trace.save(tmp_path / "t.npz")
-    again = Trace.load(tmp_path / "t.npz")
-    assert again.problem.shared_prefix == 16
-    assert again.same_events(r.trace)
-    assert again.diff(again.predicted()) == {}
 
 
 X, POOL = shared([20, 30, 24], 16), np.zeros((7, 2, 10, 8), np.float32)

@@ -9,7 +9,7 @@ from refusals import refuses
 from test_traffic import agree, arrays_for, problems, tilings
 
 import flashsim
-from flashsim import Device, Problem, Tiling, Trace
+from flashsim import Device, Problem, Tiling
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import Split, fa3, fill_once, longest_part
 
@@ -152,19 +152,6 @@ def test_parts_of_bounded_length_by_hand():
     assert longest_part((5, 3, 1), 2) == 5  # more sequences than blocks: their average load
     assert str(Split(1, True, 2)) == "parts of 2 key tiles, heads packed"
     assert str(Split(part_tiles=2)) == "parts of 2 key tiles"
-
-
-@pytest.mark.parametrize("pack_gqa", [False, True])
-def test_a_trace_is_saved_with_its_split(tmp_path, pack_gqa):
-    p = Problem(3, 70, 8, heads=4, kv_heads=2, mask=lambda q, k: k % 11 != q)
-    for splits in (1, 3):
-        trace = run(p, Tiling(4, 16), splits=splits, pack_gqa=pack_gqa).trace
-        trace.save(tmp_path / "t.npz")
-        again = Trace.load(tmp_path / "t.npz")
-        assert again.same_events(trace)
-        assert again.schedule.split == Split(splits, pack_gqa)
-        assert again.diff(again.predicted()) == {}
-        assert again.flops() == trace.flops()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,7 +10,7 @@ from test_flash_decode import DECODE, paged
 from test_traffic import agree, tilings
 
 import flashsim
-from flashsim import Problem, Tiling, Trace
+from flashsim import Problem, Tiling
 
 pytestmark = pytest.mark.promise("three counts equal")
 
@@ -70,15 +70,6 @@ def test_bytes_a_token_by_hand():
         queries = 128 * (p.head_dim + p.head_dim_v) * 2 + 128 * 4
         assert t.compulsory() == 32_768 * a_token[name] + queries
     assert a_token == {"latent": 1152, "gqa": 4096, "mha": 65_536}
-
-
-def test_a_trace_keeps_it(tmp_path):
-    x = tensors(1, 40, 12, heads=4, kv_heads=1)
-    r = flashsim.run(x.q, x.k, None, head_dim_v=8, algorithm=DECODE, trace=True)
-    r.trace.save(tmp_path / "t.npz")
-    again = Trace.load(tmp_path / "t.npz")
-    assert again.problem.latent
-    assert again.diff(again.predicted()) == {}
 
 
 X = tensors(1, 40, 12, heads=4, kv_heads=1)

@@ -70,15 +70,6 @@ def test_results_and_counts(name, tiling):
     assert one.trace.transfers == other.trace.transfers
 
 
-def test_a_saved_trace_knows_that_heads_are_packed(tmp_path):
-    p = Problem(head_dim=16, **SHAPES["causal"])
-    trace = flashsim.run(*arrays(p), pack_gqa=True, trace=True, **options(p)).trace
-    trace.save(tmp_path / "packed.json.gz")
-    loaded = flashsim.Trace.load(tmp_path / "packed.json.gz")
-    assert loaded.same_events(trace)
-    assert loaded.schedule.split.pack_gqa
-
-
 CAUSAL = Problem(head_dim=16, **SHAPES["causal"])
 X = arrays(CAUSAL)
 test_what_is_refused_says_why = refuses(r"""

@@ -8,7 +8,6 @@ import pytest
 import flashsim
 from flashsim import Device, Problem, SramOverflow, Tiling, TilingError
 from flashsim.schedule import plans
-from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.split_kv import fill
 from flashsim.schedule.tiling import SIDES
 
@@ -156,15 +155,6 @@ def test_nothing_fits():
         Tiling(64, 64).check(Problem(64, head_dim=512), Device.get("H100").with_sram(1000))
     with pytest.raises(SramOverflow, match="or a flash algorithm"):
         Tiling.fit(Problem(10**6), "H100", "standard")
-
-
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_presets_cover_head_dims_up_to_256(name, causal):
-    for d in (1, 32, 33, 64, 80, 96, 128, 160, 192, 255, 256):
-        tiling = Tiling.preset(name, d, causal=causal)
-        rounded = min(limit for limit in PRESETS[name] if limit >= d)
-        assert tiling == Tiling.preset(name, rounded, causal=causal)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from helpers import tensors
 from trace_files import rewritten
 
 import flashsim
@@ -110,6 +111,39 @@ def test_a_loaded_trace_answers_as_the_saved_one(options, path):
         np.testing.assert_array_equal(loaded.by_tile(), saved.by_tile())
         np.testing.assert_array_equal(loaded.frame(3).order, saved.frame(3).order)
         assert loaded.frame(3).moved == saved.frame(3).moved
+
+
+MARKS = np.arange(70) % 3
+#: Options that only some algorithms take; the algorithm is flash-decode where none is named.
+SPECIAL = {
+    "parts": {"splits": 3, "mask": far},
+    "parts, packed heads": {"splits": 3, "pack_gqa": True, "mask": far},
+    "one part": {"splits": 1, "causal": True},
+    "shared prefix": {"cache_seqlens": [20, 30], "shared_prefix": 16, "splits": 2},
+    "latent": {"head_dim_v": 6},
+    "packed heads": {"algorithm": "flash2", "pack_gqa": True, "causal": True},
+    "functions": {
+        "algorithm": "flash2",
+        "score_mod": lambda s, b, h, q, k: s + MARKS[k],
+        "mask_mod": lambda b, h, q, k: (MARKS[q] == MARKS[k]) | (k < 9),
+        "sinks": np.ones(4, np.float32),
+    },
+}
+
+
+@pytest.mark.parametrize("options", SPECIAL.values(), ids=SPECIAL)
+def test_a_trace_with_special_options_comes_back(options, path):
+    x = tensors(3, 70, 8, batch=2, heads=4, kv_heads=1)
+    x.k[1], x.v[1] = x.k[0], x.v[0]
+    how = {"algorithm": "flash-decode", "tiling": Tiling(4, 16), "trace": True, **options}
+    saved = flashsim.run(x.q, x.k, None if "head_dim_v" in options else x.v, **how).trace
+    saved.save(path)
+    loaded = Trace.load(path)
+    assert loaded.same_events(saved)
+    assert loaded.schedule.split == saved.schedule.split
+    assert "mask" in options or loaded.problem == saved.problem
+    assert loaded.diff(loaded.predicted()) == {}
+    assert (loaded.flops(), loaded.peak_sram()) == (saved.flops(), saved.peak_sram())
 
 
 def test_a_saved_mask_knows_tiles_but_not_scores(path):
