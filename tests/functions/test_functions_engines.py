@@ -218,16 +218,6 @@ def test_indices_count_from_the_start_of_a_packed_sequence(backend):
     assert np.allclose(gradients.captured["slopes"], slopes)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 70), (70, 1), (33, 100), (100, 33), (129, 128)])
-@pytest.mark.parametrize("backend", ["simulator", "numba"])
-def test_sizes(backend, sizes):
-    q, k, v, dout = drawn(*sizes, D, dtype="float64", heads=2)
-    how = {"score_mod": functions.softcap(3.0), "mask_mod": functions.streaming(3, 20)}
-    result = run(q, k, v, backend=backend, **how)
-    exact = expected(result, dout, np.zeros_like(result.lse))
-    judge(found(result, result.backward(dout)), exact)
-
-
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_rows_without_keys_are_zero_and_have_no_nan(backend):
     q, k, v, dout = arrays()

@@ -16,16 +16,6 @@ pytestmark = pytest.mark.promise("no byte is free")
 ALL = [(a, d) for a in plans.GENERAL for d in plans.DIRECTIONS]
 
 
-@pytest.mark.parametrize(("d", "nbytes"), [(64, 81_920), (128, 147_456), (256, 278_528)])
-def test_the_classic_worked_example(d, nbytes):
-    """Q, K, V, O and S of 64 x 64 float32 tiles, as the textbooks count them."""
-    buffers = Tiling(64, 64).buffers(Problem(4096, head_dim=d))["forward"]
-
-    assert sum(buffers[name] for name in ("Q", "K", "V", "O", "S")) == nbytes
-    statistics = 2 * 64 * 4  # m and l
-    assert Tiling(64, 64).footprint(Problem(4096, head_dim=d)) == nbytes + statistics
-
-
 def test_buffers_take_the_element_type_or_the_accumulators():
     p = Problem(4096, head_dim=64, head_dim_v=32, dtype="bfloat16")
 
