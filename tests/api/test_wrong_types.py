@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from refusals import refusals, refused
+from refusals import refuses
 
 import flashsim
 from flashsim import DTypeError, FlashSimError, Problem, Tiling
@@ -175,7 +175,7 @@ def test_no_picture_ends_in_an_error_of_pythons(name, tmp_path, monkeypatch):
     plt.close("all")
 
 
-REFUSED = refusals(r"""
+test_what_was_wrong_what_was_given_what_would_do = refuses(r"""
 flashsim.predict.when(None)
     -> DTypeError: ^when(): problem must be Problem, got None (NoneType)
 flashsim.blocks.sizes(LARGE, sides=-1)
@@ -193,25 +193,19 @@ flashsim.oracle.attention(q[None, None], k[None, None, :-1], v[None, None], HEAD
 TRACE().to_perfetto("nosuch/trace.json")
     -> OptionError: cannot write ... : No such file ... the folder must exist
 """)
-#: The same, where Matplotlib is installed.
-DRAWN = refusals(r"""
-flashsim.viz.block_sizes(None)
-    -> DTypeError: must be the result of flashsim.blocks.sizes, got None
-flashsim.viz.gpu_timeline(SPANS, sms=[0]) -> DTypeError: sms must be tuple[ ... got
-flashsim.viz.gpu_timeline(SPANS, times=(1,)) -> DTypeError: times must be tuple[ ... got
-flashsim.viz.gpu_timeline(SPANS, sms="no") -> DTypeError: sms must be tuple[ ... got
-""")
 
 
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_was_wrong_what_was_given_what_would_do(call, said):
-    refused(call, said, globals())
-
-
-@pytest.mark.parametrize(("call", "said"), DRAWN)
-def test_a_picture_names_what_was_wrong(call, said):
+def spans(**how):
+    """Draw a timeline, where Matplotlib is installed."""
     pytest.importorskip("matplotlib")
-    refused(call, said, {"SPANS": flashsim.load_sample_trace()})
+    return flashsim.viz.gpu_timeline(flashsim.load_sample_trace(), **how)
+
+
+test_a_picture_names_what_was_wrong = refuses(r"""
+spans(sms=[0]) -> DTypeError: sms must be tuple[ ... got
+spans(times=(1,)) -> DTypeError: times must be tuple[ ... got
+spans(sms="no") -> DTypeError: sms must be tuple[ ... got
+""")
 
 
 def test_the_error_of_pythons_is_kept_as_the_cause():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import tensors
-from refusals import refusals, refused
+from refusals import refuses
 
 import flashsim
 from flashsim import Tiling, Trace
@@ -213,21 +213,19 @@ def test_main_stage_has_the_most_visits():
     assert traced("flash2-fused", "backward").schedule.outer == "keys"
 
 
-REFUSED = refusals(r"""
-t.bytes("lode") -> OptionError: unknown operation 'lode'; choose from load, store, reduce
-t.by_tile(tensor="k") -> OptionError: unknown tensor 'k'
-t.stage("fwd") -> OptionError: unknown stage 'fwd'; choose from forward
-t.flops("mul") -> OptionError: unknown kind of FLOP 'mul'
-SMALL.frame(2) -> TraceError: step= must be between 0 and 1, got 2
-SMALL.frame(-3) -> TraceError: step= must be between 0 and 1, got -3
-""")
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_questions_name_what_exists(call, said):
+def small():
     x = tensors(4, 6, 2)
-    small = flashsim.run(x.q, x.k, x.v, tiling=Tiling(4, 3), trace=True).trace
-    refused(call, said, {"t": traced(), "SMALL": small})
+    return flashsim.run(x.q, x.k, x.v, tiling=Tiling(4, 3), trace=True).trace
+
+
+test_questions_name_what_exists = refuses(r"""
+traced().bytes("lode") -> OptionError: unknown operation 'lode'; choose from load, store, reduce
+traced().by_tile(tensor="k") -> OptionError: unknown tensor 'k'
+traced().stage("fwd") -> OptionError: unknown stage 'fwd'; choose from forward
+traced().flops("mul") -> OptionError: unknown kind of FLOP 'mul'
+small().frame(2) -> TraceError: step= must be between 0 and 1, got 2
+small().frame(-3) -> TraceError: step= must be between 0 and 1, got -3
+""")
 
 
 def test_prints_as_a_table():
