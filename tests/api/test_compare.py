@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from refusals import refuses
+from refusals import refusals, refused
 
 import flashsim
 from flashsim import Tiling
@@ -73,7 +73,7 @@ def test_a_cache_is_laid_out_for_those_that_know_none():
         np.testing.assert_allclose(first.out, second.out, atol=1e-6)
 
 
-test_what_cannot_be_compared = refuses(r"""
+REFUSED = refusals(r"""
 flashsim.compare(Q, K, V, algorithms=[])
     -> OptionError: algorithms must be a non-empty list of names, got []; choose from standard
 flashsim.compare(Q, K, V, algorithms=()) -> OptionError: algorithms must be a non-empty list
@@ -87,3 +87,9 @@ flashsim.compare(QUERY, *POOLS, algorithms=BOTH, **CACHE | {"cache_seqlens": (12
 flashsim.compare(QUERY, *POOLS, algorithms=BOTH, **CACHE | {"block_table": TABLE + 1})
     -> OptionError: block_table[0, 1] must be a page of the pool, ... , got 9
 """)
+
+
+@pytest.mark.promise("refuses bad input")
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_cannot_be_compared(call, said):
+    refused(call, said, globals())
