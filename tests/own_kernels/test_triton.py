@@ -420,6 +420,34 @@ def test_helpers_atomics_and_locks():
     np.testing.assert_allclose(total, x.sum(), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "line", "reason"),
+    [
+        ("breaks", "            break", "AST node type: Break"),
+        ("changes_type", "for i in range(0, BLOCK):", "initial type int32 but is re-assigned to"),
+        ("appends", "    _appended(tl.load(x_ptr), parts)", "append"),
+        ("product", "tl.store(z_ptr + at, tl.dot(", "Input shapes should have M >= 1"),
+    ],
+)
+def test_a_kernel_that_only_the_interpreter_runs_is_named(kernel, line, reason):
+    """With the line of the launched kernel, also if a helper is wrong."""
+    function = getattr(cases, kernel)
+    arrays = draw(*[(4, 4)] * len([x for x in function.arg_names if x.endswith("_ptr")]))
+    (note,) = trace(function, (1,), *arrays, 4).record.notes
+    number = line_of(cases.__file__, line, nth=kernel == "changes_type")
+    assert note.startswith(f"line {number}, `{line.strip()}")
+    assert re.search(f"cannot compile {kernel} for a GPU.*{reason}", note)
+
+
+def test_a_kernel_after_another_compiles():
+    """Although the interpreter has changed the language for the one before."""
+    x, y, z = *draw(64, 64), np.zeros(64, np.float32)
+    with watch() as seen:
+        cases.add[(2,)](x, y, z, 64, BLOCK=32)
+        cases.mixed[(1,)](x, z, y, BLOCK=64)
+    assert not seen.record().notes
+
+
 def test_a_table_of_pointers():
     x, y = draw(32)[0], np.zeros(32, np.float32)
     table = np.array([x.ctypes.data], np.int64)
