@@ -171,6 +171,14 @@ def test_one_of_the_backward_in_one_visit_shows_on_a_cpu(name, monkeypatch):
         test_emulated_hopper.compare_once("varlen")
 
 
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("first")])
+def test_one_of_the_first_visit_shows_on_a_cpu(name, monkeypatch):
+    tiling, problem = test_emulated_hopper.ALIKE["rows without keys"]
+    with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
+        test_emulated_hopper.compare(problem, tiling, "flash2-fused-first")
+
+
 def test_a_fragment_that_is_gone_is_an_error():
     gone = dataclasses.replace(FAULTS["mask-skipped"], old="no such line")
     with pytest.raises(faults.FaultError, match="'no such line' 0 times"):

@@ -78,10 +78,10 @@ def predict(
         Score functions cannot be predicted. Mask functions can: they change the tiles that are
         visited, and their evaluation takes no time in this model.
     direction : {"forward", "backward"}
-    algorithm : {"flash2", "flash2-fused", "flash2-fused-first", "flash2-once", "flash-decode", \
-"standard"}
-        "flash2-fused-first" and "flash2-once" exist for Hopper's kernels only. With "standard", do not pass kernels,
-        tiling, constants or heads_in_group.
+    algorithm : str
+        "flash2", "flash2-fused", "flash2-fused-first", "flash2-once", "flash-decode" or "standard".
+        "flash2-fused-first" and "flash2-once" exist for Hopper's kernels only. With "standard", do
+        not pass kernels, tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
         The kernel family; default: the family for the device. "python" means the kernels of
         `backend="numba_cuda"` on a Hopper GPU (backward: ``kernel="tensor"``); it needs numba-cuda.
