@@ -110,6 +110,9 @@ WITHOUT_DELTA = -1.0
 #: Extra times of the fused form: µs of one more launch; and the fraction of HBM's bandwidth at
 #: which float32 dQ is cleared, read again and stored.
 CONVERTING, CONVERTED = 1.1, 0.6
+#: The time of the flags and waits of "flash2-fused-first", divided by that of the zeros that it
+#: does not write (docs/notebooks/hopper.md, "The first visit stores dQ").
+FLAGS = 0.4
 #: Extra µs of three passes in which some of dQ's work tiles wait for those of dK and dV: a block
 #: needs a whole SM, so it loads its first tiles only after another block has left.
 WAITING = 2.0
@@ -214,7 +217,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
         if one.stage.once:
             known["fused"], more = HOPPER_ONCE[width], WITHOUT_DELTA
         if one.stage.converts:
-            row = 4 * 2 + p.itemsize  # bytes per column
+            zeros = any((m.op, m.tensor) == ("store", "dQ_acc") for m in passes[0].stage.moves)
+            row = 4 * (1 + (zeros or FLAGS)) + p.itemsize  # bytes per column
             moved = p.batch * p.heads * p.n_q * p.head_dim * row
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:

@@ -48,8 +48,8 @@ class PassRequest(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether this is the fused backward, which accumulates dQ in HBM ("flash2-fused")."""
-        return self.direction == "backward" and self.algorithm == "flash2-fused"
+        """Whether this is a fused backward that accumulates dQ in HBM (`plans.FUSED`)."""
+        return self.direction == "backward" and self.algorithm in plans.FUSED
 
 
 class Walked(NamedTuple):
@@ -203,6 +203,10 @@ class Family(ABC):
         """Return whether the fused backward with unordered dQ sums is faster than three passes."""
         return True
 
+    def stores_first(self, problem: Problem, gpu: Gpu) -> bool:
+        """Return whether "flash2-fused-first" works and is the faster fused backward."""
+        return False
+
     # -- how work tiles are assigned ------------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
@@ -336,6 +340,7 @@ def _passes(
             once=stage.once,
             fused=algorithm != "flash2",
             ordered=ordered,
+            first=algorithm == "flash2-fused-first",
             pack=tables.schedule.members,
             shares=tables.shares is not None,
         )

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import functions
 from flashsim.backends.launch import kernel as launch
@@ -37,6 +39,12 @@ _PACKING_GAINS = 0.005
 
 #: The head_dim up to which the fused kernel stores dQ after one visit.
 _WIDEST_ONCE = 128
+#: The head_dim up to which a fused kernel stages dQ in shared memory.
+_WIDEST_STAGED = 192
+
+#: How many work tiles of a head may begin at the same row tile of "flash2-fused-first", and the
+#: fraction of the fused backward's predicted time that it must save (`Hopper.stores_first`).
+_FIRST, _TOGETHER, _SAVES = "flash2-fused-first", 3, 0.035
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class Hopper(Family):
                     "algorithm='flash2-once' needs each row tile to visit exactly one tile of 128 "
                     "keys, and here a row tile visits several or none"
                 )
+        if direction == "backward" and algorithm == _FIRST and asked.wide > _WIDEST_STAGED:
+            return f"algorithm={_FIRST!r} needs a head_dim up to {_WIDEST_STAGED}"
         if tiling is None:
             if not any(t.divides(problem.block_mask) for t in possible):
                 return "their tiles do not divide the block mask's cells"
@@ -209,10 +219,31 @@ class Hopper(Family):
         """
         if self.refusal(problem, None, gpu, "backward"):
             return True  # e.g. cells of 80 rows, for which three passes have no tile
-        if widest(problem) > 192:
+        if widest(problem) > _WIDEST_STAGED:
             return False
-        three, fused = self._times(problem, gpu, "flash2", "flash2-fused")
+        form = "flash2-fused-first" if self.stores_first(problem, gpu) else "flash2-fused"
+        three, fused = self._times(problem, gpu, "flash2", form)
         return fused < three
+
+    def stores_first(self, problem: Problem, gpu: Gpu) -> bool:
+        """Return whether "flash2-fused-first" works and is the faster fused backward.
+
+        It is slower if many blocks reach a row tile at the same time, because they wait until the
+        first one has stored. So at most `_TOGETHER` work tiles of a head may begin at the same row
+        tile, as under a causal mask, and query heads must not alternate (`in_step`). With many
+        visits per row tile, reading flags costs more than the zeros that it saves.
+        """
+        if self.refusal(problem, None, gpu, "backward", _FIRST):
+            return False
+        passes = self.backward_passes(problem, None, gpu, "ascending", "", _FIRST)
+        one = next(one for one in passes if one.stage.name == "fused")
+        tables, in_step = one.tables, dict(one.kernel.constants)["FS_IN_STEP"]
+        first = tables.index[tables.ptr[:-1]] if tables.spans is None else tables.spans[:, 0]
+        begins = first[tables.visits > 0]
+        if in_step or not len(begins) or int(np.bincount(begins).max()) > _TOGETHER:
+            return False
+        fused, stored = self._times(problem, gpu, "flash2-fused", _FIRST)
+        return stored < (1 - _SAVES) * fused
 
     def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
         """Return the predicted time in µs of the backward pass for each of `algorithms`."""

@@ -367,28 +367,6 @@ def launches(problem, **more):
     return (*one.before, one)
 
 
-def test_clusters_take_what_whole_rounds_of_items_leave():
-    """Of items that are all alike, if that saves enough time; they come first."""
-    p = Problem(16_384, 16_384, 128, heads=16, dtype="bfloat16")  # 2048 items: 15 rounds and 68
-    pieces = [(x.kernel.cluster, len(x.items), x.grid) for x in launches(p)]
-    assert pieces == [(8, 2, (16,)), (2, 66, (132,)), (1, 1980, (132,))]
-    narrow = replace(p, head_dim=64, head_dim_v=64, heads=32, kv_heads=32)  # 31 rounds and 4
-    assert [(x.kernel.cluster, len(x.items)) for x in launches(narrow)] == [(8, 4), (1, 4092)]
-    for one in (p, narrow):
-        each = launches(one)
-        assert [x.items.stop for x in each[:-1]] == [x.items.start for x in each[1:]]
-        constants = [dict(x.kernel.constants) for x in each]
-        assert [x["FS_AFTER"] for x in constants] == [0] + [1] * (len(each) - 1)
-        assert [x["FS_MORE"] for x in constants] == [1] * (len(each) - 1) + [0]
-        assert {x.tables for x in each} == {each[0].tables}
-    assert len(launches(replace(p, causal=True))) == 1
-    assert len(launches(replace(p, n_q=512, n_kv=512, batch=32))) == 1  # items are short
-    assert len(launches(replace(p, heads=33, kv_heads=33, n_q=4096, n_kv=4096, batch=4))) == 1
-    assert len(launches(p, ordered=True)) == 1
-    counted = passes_of(HOPPER, p, "flash2-fused", report="counts")[1]
-    assert not counted.before
-
-
 @pytest.mark.parametrize("steps", [1, 7, 64, 256])
 @pytest.mark.parametrize("items", [1, 75, 95, 131, 132, 133, 152, 200, 264, 300, 2048, 4096])
 def test_equal_work_tiles_are_shared_only_where_all_end_sooner(items, steps):

@@ -15,7 +15,6 @@ from flashsim.counts.traffic import Traffic
 from flashsim.l2.launch import L2Launch
 from flashsim.schedule import plans
 from flashsim.schedule.head_grouping import clump_size
-from flashsim.studies.predict import predict
 
 pytestmark = pytest.mark.promise("right tiles")
 
@@ -80,17 +79,6 @@ def test_a_clump_fits_and_leaves_the_most_for_the_last(heads, group, n, tiles, l
     assert left_for_last(walks, size) == most
     if walks // step % 8 == 0:
         assert 2 * most >= max(possible)
-
-
-def test_the_last_clump_of_sixteen_short_heads_ends_evenly():
-    """N = 2048: 12 heads, then 4, of 16 tiles left most SMs idle (docs/notebooks/hopper.md)."""
-    p = Problem(2048, head_dim=128, heads=16, dtype="bfloat16", causal=True)
-    options = {"direction": "backward", "algorithm": "flash2-fused"}
-    then = predict(p, **options, heads_in_group={"fused": 12}).stages[1]
-    now = predict(p, **options).stages[1]
-    assert then.tail > 0.3
-    assert now.tail < 0.05
-    assert then.seconds > 1.4 * now.seconds
 
 
 @pytest.mark.parametrize("family", [HOPPER, PORTABLE])

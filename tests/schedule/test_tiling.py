@@ -9,23 +9,12 @@ import flashsim
 from flashsim import Device, Problem, SramOverflow, Tiling, TilingError
 from flashsim.problem.masks import BlockMask
 from flashsim.schedule import plans
-from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.split_kv import fill
 from flashsim.schedule.tiling import SIDES
 
 pytestmark = pytest.mark.promise("no byte is free")
 
 ALL = [(a, d) for a in plans.GENERAL for d in plans.DIRECTIONS]
-
-
-@pytest.mark.parametrize(("d", "nbytes"), [(64, 81_920), (128, 147_456), (256, 278_528)])
-def test_the_classic_worked_example(d, nbytes):
-    """Q, K, V, O and S of 64 x 64 float32 tiles, as the textbooks count them."""
-    buffers = Tiling(64, 64).buffers(Problem(4096, head_dim=d))["forward"]
-
-    assert sum(buffers[name] for name in ("Q", "K", "V", "O", "S")) == nbytes
-    statistics = 2 * 64 * 4  # m and l
-    assert Tiling(64, 64).footprint(Problem(4096, head_dim=d)) == nbytes + statistics
 
 
 def test_buffers_take_the_element_type_or_the_accumulators():
@@ -157,15 +146,6 @@ def test_nothing_fits():
         Tiling(64, 64).check(Problem(64, head_dim=512), Device.get("H100").with_sram(1000))
     with pytest.raises(SramOverflow, match="or a flash algorithm"):
         Tiling.fit(Problem(10**6), "H100", "standard")
-
-
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_presets_cover_head_dims_up_to_256(name, causal):
-    for d in (1, 32, 33, 64, 80, 96, 128, 160, 192, 255, 256):
-        tiling = Tiling.preset(name, d, causal=causal)
-        rounded = min(limit for limit in PRESETS[name] if limit >= d)
-        assert tiling == Tiling.preset(name, rounded, causal=causal)
 
 
 @pytest.mark.parametrize(
