@@ -146,7 +146,11 @@ class Passes:
     panel = _HOW
     backward: bool = in_bundle(False, "Also run or count the backward pass.")
     tiling: str = in_bundle("fit", f"{_TILE} For the forward pass.", "-t")
-    backward_tiling: str = in_bundle("fit", "Tile size of the backward pass, like --tiling.")
+    backward_tiling: str = in_bundle(
+        "fit",
+        "Tile size of the backward pass, like --tiling. A third number, as in 64x128x128, is the "
+        "number of query rows per tile in a pass that computes dQ alone.",
+    )
     device: str = in_bundle("H100", GPU)
 
 
