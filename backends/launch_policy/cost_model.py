@@ -191,9 +191,14 @@ def _launch(items: np.ndarray, walks: int, processors: int) -> float:
     return makespan(items, walks, processors)
 
 
-def backward_times(problem: Problem, tiling: Tiling) -> Backward:
-    """Return the times of the Hopper backward's kernels for a problem with this tiling."""
+def backward_times(problem: Problem, tiling: Tiling, *, python: bool = False) -> Backward:
+    """Return the times of the Hopper backward's kernels for a problem with this tiling.
+
+    Up to a head_dim of 80, products of the C++ kernels are shorter; those in Python have 128
+    columns.
+    """
     d = max(problem.head_dim, problem.head_dim_v)
+    d = 128 if python and 64 < d < 128 else d
     width = min((w for w in HOPPER_BACKWARD if d <= w), default=192)
     known = HOPPER_BACKWARD[width]
     if tiling.block_q == 128 and width in DQ_OF_128_ROWS:
@@ -213,7 +218,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
     for one in passes:
-        known = backward_times(p, one.tables.schedule.tiling)._asdict()
+        python = one.kernel.file.endswith(".py")
+        known = backward_times(p, one.tables.schedule.tiling, python=python)._asdict()
         if one.stage.once:
             known["fused"], more = HOPPER_ONCE[width], WITHOUT_DELTA
         if one.stage.converts:

@@ -28,6 +28,7 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
+from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.hopper import HOPPER as CPP
 from flashsim.engines.protocol import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
@@ -461,6 +462,19 @@ def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():
                 assert mine.kernel.threads == other.kernel.threads or not mine.kernel.boxes
                 assert (mine.grid, mine.clump) == (other.grid, other.clump)
                 assert mine.tables.schedule == other.tables.schedule
+
+
+def test_products_of_80_columns_are_no_shorter_than_of_128():
+    """Those of three passes are, in the C++ kernels."""
+    narrow = Problem(330, 330, 80, heads=52, dtype="bfloat16")
+    wide = replace(narrow, head_dim=128, head_dim_v=128)
+
+    def took(family, problem):
+        passes = passes_of(family, problem, "flash2", tiling=Tiling(64, 128))
+        return cost_model.backward_microseconds(passes, H200)
+
+    assert took(HOPPER, narrow) == took(HOPPER, wide) == took(CPP, wide)
+    assert took(CPP, narrow) < took(CPP, wide)
 
 
 def test_the_backward_is_fused_where_three_passes_have_no_tile():
