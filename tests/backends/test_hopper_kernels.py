@@ -827,6 +827,8 @@ def test_dq_has_taller_tiles_where_that_is_faster():
     p = Problem(512, 512, 128, heads=16, dtype="bfloat16", causal=True)
     assert tiling(p) == tiling(p, report="counts") == Tiling(64, 128, dq_rows=128)
     assert tiling(p, tiling=Tiling(64, 128)) == Tiling(64, 128)
+    long = Problem(464, 464, 128, batch=2, heads=16, kv_heads=2, causal=True, dtype="bfloat16")
+    assert tiling(long).dq_rows == 128  # as long as with 64: dK and dV end later
     beside = Problem(326, 326, 96, batch=2, heads=12, dtype="bfloat16")
     assert tiling(beside) == Tiling(64, 128)
     assert tiling(replace(p, head_dim=64, head_dim_v=64)) == Tiling(128, 128)
