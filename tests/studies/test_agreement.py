@@ -345,13 +345,13 @@ def test_docs_print_the_errors_of_predicted_times(benchmark, times, errors):
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
     """As docs/notebooks/predictions.md says: for each kernel family and pass the mean within 5 %,
-    and all passes within 12 %; the single-KV-tile backward within 7.5 and 17.8 %."""
+    and all passes within 12 %; the single-KV-tile backward within 8.2 and 19.2 %."""
     held = {key: [x for x, _ in known] for key, known in errors.items() if key[2] == "held out"}
     assert len(held) == 10
     once = held.pop(("hopper", "flash2-once", "held out"))
     assert len(once) == 15
-    assert f"{sum(map(abs, once)) / 15:.1%}" == "7.5%"
-    assert f"{max(map(abs, once)):.1%}" == "17.8%"
+    assert f"{sum(map(abs, once)) / 15:.1%}" == "8.2%"
+    assert f"{max(map(abs, once)):.1%}" == "19.2%"
     means = [100 * sum(map(abs, x)) / len(x) for x in held.values()]
     said = f"on shapes not fitted, the mean error per kernel and pass is {min(means):.1f} to "
     said += f"{max(means):.1f} %; single-KV-tile backward: {100 * sum(map(abs, once)) / 15:.1f} %"
