@@ -274,6 +274,6 @@ def _makers(space: arrays.TorchSpace, plan: Plan) -> tuple[Any, ...]:
     sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
     return (
         *(space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)),
-        None if summed is None else space.maker((summed + sizes.rows,)),
+        None if summed is None else space.maker((summed + sizes.rows + plan.flags,)),
         partial(space.counters, (sizes.rows, 2)) if plan.ordered else None,
     )

@@ -27,7 +27,7 @@ _FP8 = ("scales", "scale_block", "v_transposed")
 OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING, *_FP8})
 #: Kernel families by the names of the option `kernel`.
 KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
-ALGORITHMS = ("flash2", "flash2-fused", "flash2-once")
+ALGORITHMS = ("flash2", "flash2-fused", "flash2-fused-first", "flash2-once")
 OLDEST = (8, 0)
 #: A function that selects a family for a job without arrays: ``(job, gpu, direction)``.
 FamilyOf = Callable[[Job, Gpu, str], Family]
@@ -181,6 +181,12 @@ def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether the fused backward pass is the fastest if dQ may be added up in any order."""
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     return _family(job, gpu, "backward").fuses(job.problem, gpu)
+
+
+def stores_first(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Return whether "flash2-fused-first" is the faster form of the fused backward pass."""
+    job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
+    return _family(job, gpu, "backward").stores_first(job.problem, gpu)
 
 
 def forward_with(family_of: FamilyOf, job: Job) -> Outcome:

@@ -134,12 +134,13 @@ Repeat = Callable[[Any, Any, Any], tuple[Any, Any, Mapping[str, Any]] | None]
 class Engine(Protocol):
     """The functions that every engine module has.
 
-    Five more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
+    Six more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
     dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
     backward is the fastest if dQ may be added up in any order. `stores_dq(job, saved)` returns
-    whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts an array
-    that supports only DLPack to a type that the engine accepts. `repeat(job)` returns a function
-    that repeats a forward pass without checks (see `Repeat`), or None if the job needs them.
+    whether "flash2-once" is faster than the job's algorithm, and `stores_first(job, saved)` whether
+    "flash2-fused-first" is faster than "flash2-fused". `adopt(name, array)` converts an array that
+    supports only DLPack to a type that the engine accepts. `repeat(job)` returns a function that
+    repeats a forward pass without checks (see `Repeat`), or None if the job needs them.
     """
 
     OPTIONS: frozenset[str]
