@@ -307,8 +307,9 @@ def backward_with(
         repeated = _repeated_backward(job, plan, space)
         with space.on_device():
             if repeated is not None:
-                made = dict(zip(_GRADIENTS, repeated(*saved["arrays"], dout, dlse), strict=True))
-                return Outcome(made, plan.tiling, None, plan.name, gpu=plan.gpu.name)
+                q, k, v, out, lse = saved["arrays"]
+                made = zip(_GRADIENTS, repeated(q, k, v, out, lse, dout, dlse), strict=True)
+                return Outcome(dict(made), plan.tiling, None, plan.name, gpu=plan.gpu.name)
             like, sizes = saved["arrays"][0], plan.sizes
             given = space.view(dout)
             less = None if dlse is None else space.vector(dlse)
