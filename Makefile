@@ -124,6 +124,7 @@ $(VENV)-triton-%/.installed: setup.cfg pyproject.toml
 
 # Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/notebooks/outside.md.
 outside: $(VENV)-torch/.installed
+	$(VENV)-torch/bin/python -m pip install -q --disable-pip-version-check einops
 	PYTHONPATH=tests/tools $(VENV)-torch/bin/python -m outside $(OUTSIDE)
 
 wheel: $(VENV)/.dev

@@ -120,7 +120,8 @@ class Variant:
     row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward computes a visit's
     dQ during the next visit (kernels/hopper/backward.cu). With `once`, each row tile has a single
     key tile. With `fused`, one kernel computes dK, dV and dQ. With both `fused` and `ordered`,
-    blocks add to dQ in a fixed order.
+    blocks add to dQ in a fixed order. With both `fused` and `first`, the first block to reach a
+    tile of dQ stores it, and later blocks add to it.
 
     With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
     a launch lets the next launch of the pass begin.
@@ -145,6 +146,7 @@ class Variant:
     more: bool = False
     fused: bool = False
     ordered: bool = False
+    first: bool = False
     pack: int = 1
     shares: bool = False
 
