@@ -29,7 +29,7 @@ from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.clusters import fastest_cluster, shared_launches
-from flashsim.backends.launch_policy.cost_model import ROLES
+from flashsim.backends.launch_policy.cost_model import ROLES, Queue
 from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
 from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.backends.launch_policy.portable import PORTABLE
@@ -785,14 +785,14 @@ def test_a_launch_takes_as_long_as_its_fullest_block():
 
 
 def test_blocks_begin_where_others_have_ended():
-    assert sorted(cost_model.ends([3.0, 1.0], 2, 2, [0.0, 0.0])) == [4.0, 4.0]
+    assert sorted(cost_model.ends(Queue([3.0, 1.0], 2, 2), [0.0, 0.0])) == [4.0, 4.0]
     # Two blocks for two SMs, one of them free a second earlier: the last still ends at 2.
-    assert sorted(cost_model.ends([2.0], 2, 2, [-1.0, 0.0])) == [1.0, 2.0]
-    assert sorted(cost_model.ends([2.0], 3, 3, [-2.0, 0.0])) == [
+    assert sorted(cost_model.ends(Queue([2.0], 2, 2), [-1.0, 0.0])) == [1.0, 2.0]
+    assert sorted(cost_model.ends(Queue([2.0], 3, 3), [-2.0, 0.0])) == [
         2.0,
         2.0,
     ]  # a third one's time is saved
-    assert max(cost_model.ends([2.0], 3, 3, [0.0, 0.0])) == 4.0
+    assert max(cost_model.ends(Queue([2.0], 3, 3), [0.0, 0.0])) == 4.0
 
 
 def test_a_further_wave_of_clusters_begins_late():
