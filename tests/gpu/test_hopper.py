@@ -241,6 +241,28 @@ def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, family, choose):
     check_counts(p, fused)
 
 
+#: The three passes with taller tiles in dQ's own pass.
+TALL_DQ, THREE_PASSES = Tiling(64, 128, dq_rows=128), replace(HOPPER, forms=(None,))
+
+
+@pytest.mark.parametrize("head_dims", [(80, 80), (91, 128), (128, 128)])
+@pytest.mark.parametrize("name", FEATURES)
+def test_taller_tiles_of_dq(name, head_dims):
+    """Also where they would not be chosen."""
+    d, dv = head_dims
+    p = Problem(head_dim=d, head_dim_v=dv, dtype="bfloat16", **FEATURES[name])
+    check(p, THREE_PASSES, backward_tiling=TALL_DQ)
+    check_counts(p, THREE_PASSES, tilings=(None, TALL_DQ))
+
+
+@pytest.mark.parametrize("d", [80, 128])
+def test_bits_and_timelines_of_taller_tiles_of_dq(d):
+    p = Problem(512, 512, d, heads=16, dtype="float16", causal=True)
+    assert run(p, make(p)).backward(make(p)["dout"]).tiling == TALL_DQ  # by default
+    check_bits(p, THREE_PASSES)
+    check_timelines(p, THREE_PASSES)
+
+
 #: Problems without a mask, and the launches of the pass with keys outside: the blocks of a cluster
 #: and the number of work tiles.
 SEVERAL_LAUNCHES = [
