@@ -126,6 +126,25 @@ def test_all_launches_of_a_stage_are_compiled(times, monkeypatch, in_three):
     assert every <= {kernel for _, kernel in found}
 
 
+@pytest.mark.parametrize("took", [4e-6, 8e-6, 60e-6, 1e-3])
+def test_what_two_events_add_is_shared_by_many_calls(times, took):
+    """A pretended GPU, on which two events add 6 µs to the calls between them."""
+    now = [0.0]
+    lab = SimpleNamespace(
+        spin=lambda: None,
+        event=lambda: now[0],
+        milliseconds=lambda start, end: 1e3 * (end - start + 6e-6),
+    )
+
+    def call():
+        now[0] += took
+
+    one = times.Timed(times.LIBRARY, "forward", call)
+    times.measure(lab, None, None, [one])
+    assert took < np.median(one.times) <= took * 1.011 + 0.16e-6
+    assert times.calls_at_once(6e-3) == 1
+
+
 def test_rows_of_other_families_stay_in_the_file(times, tmp_path):
     file = tmp_path / "times.csv"
     assert times.kept(file, ["hopper"]) == []

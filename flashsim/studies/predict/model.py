@@ -78,8 +78,9 @@ def predict(
         Score functions cannot be predicted. Mask functions can: they change the tiles that are
         visited, and their evaluation takes no time in this model.
     direction : {"forward", "backward"}
-    algorithm : {"flash2", "flash2-fused", "flash2-once", "flash-decode", "standard"}
-        "flash2-once" exists for Hopper's kernels only. With "standard", do not pass kernels,
+    algorithm : {"flash2", "flash2-fused", "flash2-fused-first", "flash2-once", "flash-decode", \
+"standard"}
+        "flash2-fused-first" and "flash2-once" exist for Hopper's kernels only. With "standard", do not pass kernels,
         tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
         The kernel family; default: the family for the device. "python" means the kernels of
@@ -255,6 +256,7 @@ def _form(
         stores_dq=lambda _: family.stores_dq(problem, gpu, ordered=deterministic),
         orders_dq=lambda _: family.orders_dq(problem),
         fuses=lambda _: family.fuses(problem, gpu),
+        stores_first=lambda _: family.stores_first(problem, gpu),
     )
     if ordered:
         raise UnsupportedError(
@@ -281,10 +283,10 @@ def _prepare(
     pack_gqa: bool | None = None,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
     """Return the kernels that `run` would launch for a pass, and the pass's `Traffic`."""
-    if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
+    if algorithm not in plans.PACKING:
         raise OptionError(
             f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
-            "'flash2-once', 'flash-decode' or 'standard' as algorithm="
+            "'flash2-fused-first', 'flash2-once', 'flash-decode' or 'standard' as algorithm="
         )
     # FP8 kernels use the constants of the 16-bit forward.
     family = HOPPER_FP8 if problem.fp8 else _family(kernels, direction)
@@ -298,7 +300,7 @@ def _prepare(
         problem,
         algorithm=algorithm,
         direction=direction,
-        tiling=passes[0].tables.schedule.tiling,
+        tiling=Tiling.joined({x.stage.name: x.tables.schedule.tiling for x in passes}),
         pack_gqa=passes[0].tables.schedule.split.pack_gqa or None,
         device=replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm),
     )
@@ -429,6 +431,10 @@ def _blocks(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray, tuple[int
     equal = cost_model.has_equal_tiles(one.stage, one.tables)
     share = (cost_model.TOGETHER if equal else cost_model.CLUSTERS)[blocks]
     places = int(work.traffic.device.sm_count * share)
+    started = one.walks * len(work.visits) * blocks
+    at_once = blocks * dict(work.traffic.device.clusters).get(blocks, 0)
+    if places < started <= at_once:  # all clusters run at once, as in `cost_model.shared_out`
+        places = at_once
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
 
