@@ -29,7 +29,9 @@ class PythonHopper(hopper.Hopper):
         if asked.direction == "backward" and asked.algorithm == "flash2-once":
             return "they have no algorithm='flash2-once', since they accumulate dQ in memory"
         if asked.direction == "backward" and asked.algorithm == "flash2-fused-first":
-            return "they have no algorithm='flash2-fused-first': a kernel of theirs writes zeros to dQ"
+            return (
+                "they have no algorithm='flash2-fused-first': a kernel of theirs writes zeros to dQ"
+            )
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
