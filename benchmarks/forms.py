@@ -214,7 +214,7 @@ def fit(rows: list[Row], gpu: Gpu) -> None:
     def use(values: np.ndarray) -> None:
         cost_model.CONVERTING, cost_model.CONVERTED = values[1], values[2]
         for width, of in zip(widths, values[3:].reshape(-1, 3, 2), strict=True):
-            cost_model.HOPPER_BACKWARD[width] = cost_model.Backward(
+            cost_model.HOPPER_BACKWARD[width] = cost_model.BackwardTimes(
                 *(cost_model.Times(*x) for x in of)
             )
 

@@ -252,7 +252,7 @@ class L2:
 ALGORITHM = (
     f"Algorithm: {', '.join(ALGORITHMS)}. In the backward pass, flash2 has three kernels without "
     "atomics; flash2-fused has one kernel that accumulates dQ with atomics, like the kernel of "
-    "FlashAttention-2's authors."
+    "FlashAttention-2's authors; flash2-fused-first is the same without a pass that sets dQ to 0."
 )
 Algorithm = Annotated[str, typer.Option("--algorithm", "-a", help=ALGORITHM, rich_help_panel=_HOW)]
 

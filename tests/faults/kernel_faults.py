@@ -397,7 +397,7 @@ FAULTS = {
         *(SHARED, "const int rows = min(BLOCK_Q, it.end - query);", "const int rows = BLOCK_Q;"),
         hopper("counts and ragged and 96 and ascending"),
     ),
-    # -- "flash2-fused-first"; test_emulated_hopper.py sees these on a CPU --------------------------
+    # -- "flash2-fused-first"; test_emulated_hopper.py sees these on a CPU ------------------------
     "first-visit-adds": Fault(
         "the first visit adds its part of dQ to whatever memory holds",
         *(SHARED, "atomicCAS(piece, 0, 1) == 0) return true;"),
