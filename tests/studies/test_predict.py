@@ -134,7 +134,7 @@ def test_what_dq_adds_beside_dk_and_dv():
         adds[name] = predict(shape, direction="backward").stages[-1].seconds / alone
     assert adds["some"] < 0.8  # most SMs have nothing else to do
     # 36 SMs are idle; 60 of 96 blocks have a tile each by their numbers, and begin last.
-    assert 0.4 < adds["few"] < 0.8
+    assert 0.4 < adds["few"] < 0.9
     assert adds["fewest"] == 0  # 32 tiles of keys, and 32 of queries on the 100 other SMs
 
 
