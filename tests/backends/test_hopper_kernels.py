@@ -260,6 +260,18 @@ def test_tilings_that_are_no_default_compile(name):
         check(fused.kernel, SPILL_BYTES[False])
 
 
+@pytest.mark.parametrize("name", some(("128 causal",), ("80",), ("96 window", "128 odd")))
+@pytest.mark.parametrize("dq_rows", [64, 128])
+def test_both_tiles_of_dq_compile(name, dq_rows):
+    problem = PROBLEMS[name]
+    for report, limit in (("", SPILL_BYTES[False]), ("counts", REPORT_SPILL_BYTES["counts"])):
+        *_, dq = passes_of(
+            HOPPER, problem, "flash2", tiling=Tiling(64, 128, dq_rows), report=report
+        )
+        assert dict(dq.kernel.constants)["FS_BLOCK_Q"] == dq_rows
+        check(dq.kernel, limit)
+
+
 @pytest.mark.parametrize(
     "case",
     some(
