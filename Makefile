@@ -19,16 +19,16 @@ define environment
 	touch $(1)/.installed
 endef
 
-.PHONY: demo test test-all test-torch test-triton thorough-torch outside lint modules walks numba unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
+.PHONY: demo test test-all test-torch test-triton thorough-torch outside lint walks numba unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim study demo --out out
 
 # Format, lint, types, the wheel installed elsewhere, and the suite with coverage. Lint takes a core:
-# meanwhile another builds the wheel and compiles what tests would wait for: the modules that both of
-# their processes import, with the probes of the coverage, the CPU engine in float32 and L2's loops.
+# meanwhile another builds the wheel and compiles what tests would wait for: the CPU engine in float32
+# and L2's loops.
 test: $(VENV)/.dev
-	$(MAKE) --jobs=$(JOBS) --output-sync lint modules wheel walks
+	$(MAKE) --jobs=$(JOBS) --output-sync lint wheel walks
 	$(MAKE) unit
 
 # More kernels made into machine code, too, as in CI; and the products of cases, which CI runs where
@@ -46,9 +46,6 @@ lint: $(VENV)/.dev
 	ln -s $(CURDIR)/flashsim/* $(CURDIR)/backends $(CURDIR)/viz build/types/flashsim/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
 	  --cache-dir $(CURDIR)/$(VENV)/mypy
-
-modules: $(VENV)/.dev
-	$(BIN)/python -m pytest --collect-only -qq --covered 1 > $(VENV)/modules.log || { cat $(VENV)/modules.log; exit 1; }
 
 walks: $(VENV)/.dev
 	$(KERNELS) $(BIN)/python -c "import flashsim; print(flashsim.warm()); \
@@ -127,6 +124,7 @@ $(VENV)-triton-%/.installed: setup.cfg pyproject.toml
 
 # Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/notebooks/outside.md.
 outside: $(VENV)-torch/.installed
+	$(VENV)-torch/bin/python -m pip install -q --disable-pip-version-check einops
 	PYTHONPATH=tests/tools $(VENV)-torch/bin/python -m outside $(OUTSIDE)
 
 wheel: $(VENV)/.dev

@@ -60,7 +60,8 @@ def _nothing(*_: Any) -> int:
 def without_a_gpu() -> None:
     """Replace the driver, CuPy's runtime and allocations by functions that do nothing."""
     runtime: Any = cupy.cuda.runtime
-    runtime.getDevice, runtime.streamIsCapturing, runtime.memsetAsync = _nothing, _nothing, _nothing
+    runtime.streamIsCapturing, runtime.memsetAsync = _nothing, _nothing
+    runtime.getDevice = torch.empty(0).get_device  # -1, as of every CPU tensor
     cupy.cuda.driver.launchKernel = _nothing
     cupy.asarray = lambda x: _Memory(np.ascontiguousarray(x))
     cupy.zeros = lambda shape, dtype: _Memory(np.zeros(shape, dtype))
@@ -82,9 +83,9 @@ def without_a_gpu() -> None:
         empty, shape, torch.empty(shape, device="meta").stride(), made[dtype]
     )
     space = arrays.TorchSpace.__new__(arrays.TorchSpace)
-    space.torch, space.device = torch, 0
+    space.torch, space.device = torch, -1
     space._float32, space._stream = torch.empty(0), lambda device: 7
-    arrays._OF_TORCH[-1] = space  # the device number of a CPU tensor
+    arrays._OF_TORCH[-1] = space
     arrays._TENSORS.add(torch.Tensor)
     direct._few = lambda q, k, v: q.shape[2] == 1  # type: ignore[assignment]
 

@@ -30,7 +30,7 @@ from gpu_lab import read_table
 from predict_times import without_shares
 
 import flashsim
-from flashsim import Problem
+from flashsim import Problem, Tiling
 from flashsim.report import Table
 from flashsim.studies.energy import Energy, Sustained, energy_of
 from flashsim.studies.predict import predict
@@ -293,6 +293,8 @@ def read(path: Path) -> tuple[dict[str, dict[str, str]], list[Measured]]:
             p = Problem(**given, causal=row["causal"] == "True", dtype=dtype)
             asked = {"direction": direction, "algorithm": algorithm, "kernels": row["kind"]}
             asked["pack_gqa"] = False
+            if (row["kind"], row["name"]) == ("hopper", "flash2") and 64 < p.head_dim <= 128:
+                asked["tiling"] = Tiling(64, 128)  # of then, in all passes
             found.append(Measured(row, p, predict(p, **asked)))
     return units, found
 

@@ -87,7 +87,7 @@ LONGEST = (
     *("viz/test_viz_page", "engines/test_panels", "trace/test_tracefile_fuzz"),
     *("studies/test_xray", "backends/test_emulated", "backends/test_numba_barriers"),
     *("viz/test_viz_animation", "schedule/test_schedule", "functions/test_tiles_of_functions"),
-    *("backends/test_numba_wide_barriers", "counts/test_traffic", "faults/test_crashes"),
+    *("counts/test_traffic", "faults/test_crashes"),
     *("studies/test_lessons", "cli/test_long", "cli/test_streams"),
     *("backends/test_emulated_barriers", "counts/test_flash_decode"),
 )

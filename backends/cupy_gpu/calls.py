@@ -35,6 +35,7 @@ from flashsim.backends.launch.kernel import Gpu, Kernel
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts, timeline
 from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
 from flashsim.schedule.split import Split
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace, Structured
@@ -307,7 +308,7 @@ def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
     """Return the dQ accumulator's number of elements, or None if the backward needs no delta."""
     if algorithm == "flash2-once":
         return None
-    narrow = algorithm == "flash2-fused" and dtype != "float32"
+    narrow = algorithm in plans.FUSED and dtype != "float32"
     return sizes.rows * sizes.dq.width if narrow else 0
 
 
@@ -332,11 +333,13 @@ class Plan:
         self.name, self.passes, self.gpu = name, passes, gpu
         p = passes[0].tables.schedule.problem
         schedule = passes[0].tables.schedule
-        self.tiling: Tiling = schedule.tiling
+        self.tiling = Tiling.joined({x.stage.name: x.tables.schedule.tiling for x in passes})
         self.split: Split = schedule.split
         self.sizes, self.dtype = NewArrays.of(p), p.dtype
         self.summed = summed_up(self.sizes, p.dtype, algorithm)
         self.ordered = ordered
+        #: Flags of dQ's tiles, two per row: who stores first (kernels/hopper/kv_outer.cuh).
+        self.flags = 2 * self.sizes.rows if algorithm == "flash2-fused-first" else 0
         each = (x for one in passes for x in (*one.before, one))
         self.launches = tuple(ReadyPass(x, device, load) for x in each)
 
@@ -360,9 +363,9 @@ class Plan:
         dk = space.empty(sizes.dk.shape, like)
         dv = space.empty(sizes.dv.shape, like)
         if summed is not None:
-            # One array for dQ's accumulator, followed by delta: each allocation costs the host 1 to
-            # 2 µs.
-            scratch = space.empty((summed + sizes.rows,))
+            # One array for dQ's accumulator, then delta, then flags: each allocation costs the host
+            # 1 to 2 µs.
+            scratch = space.empty((summed + sizes.rows + self.flags,))
         if self.ordered:
             turns = space.counters((sizes.rows, 2))
         return dq, dk, dv, scratch, turns
@@ -378,6 +381,8 @@ class Plan:
         """Return the `Call.head` of a backward pass that writes to `made` (from `new_arrays`)."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
+        if self.flags:
+            turns = scratch + 4 * ((summed or 0) + sizes.rows)
         return (
             *(*places, *sizes.dq.at(dq), *sizes.dk.at(dk), *sizes.dv.at(dv)),
             *(lse, scratch + 4 * (summed or 0), scratch if summed else dq, turns, dlse, 0, 0),

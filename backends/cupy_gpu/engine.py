@@ -16,7 +16,7 @@ from flashsim.backends.launch_policy.family import Family
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
-from flashsim.engines.protocol import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome, Repeat
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device, reported
@@ -27,7 +27,7 @@ _FP8 = ("scales", "scale_block", "v_transposed")
 OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING, *_FP8})
 #: Kernel families by the names of the option `kernel`.
 KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
-ALGORITHMS = ("flash2", "flash2-fused", "flash2-once")
+ALGORITHMS = ("flash2", "flash2-fused", "flash2-fused-first", "flash2-once")
 OLDEST = (8, 0)
 #: A function that selects a family for a job without arrays: ``(job, gpu, direction)``.
 FamilyOf = Callable[[Job, Gpu, str], Family]
@@ -38,7 +38,7 @@ import cupy  # noqa: E402
 
 from flashsim.backends.cupy_gpu import arrays, bias, captured, decode, fp8  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan  # noqa: E402
-from flashsim.backends.cupy_gpu.direct import Direct, Forward, Placed  # noqa: E402
+from flashsim.backends.cupy_gpu.direct import Backward, CupyForward, Direct, Forward, Placed  # noqa: E402
 from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa: E402
 
 
@@ -113,6 +113,18 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
     return Direct(space, (p.head_dim, p.head_dim_v), plan, backward_plan)
 
 
+def repeat(job: Job) -> Repeat | None:
+    """Return a function that repeats a job's forward pass on other device arrays, or None."""
+    p = job.problem
+    if job.algorithm == DECODE:
+        return None
+    space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.result_dtype)
+    plan = _plan(_family, job, "forward", space)
+    repeated = _repeated(job, plan, space)
+    unpadded = plan.sizes.out.width == p.head_dim_v
+    return repeated.repeat if repeated is not None and unpadded else None
+
+
 def placed(job: Job, *, few: bool) -> Placed | None:
     """Return a checked job's forward pass as a function of array addresses, or None.
 
@@ -171,6 +183,12 @@ def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
     return _family(job, gpu, "backward").fuses(job.problem, gpu)
 
 
+def stores_first(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Return whether "flash2-fused-first" is the faster form of the fused backward pass."""
+    job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
+    return _family(job, gpu, "backward").stores_first(job.problem, gpu)
+
+
 def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
     """Run the forward pass with the kernel family that the function `family_of` picks."""
     p = job.problem
@@ -224,15 +242,23 @@ def _outcome(
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
-    """Return an object that repeats forward launches; None if the job has functions or sinks."""
+    """Return an object that repeats forward launches, or None for other jobs.
+
+    The job may have no functions and sinks. Its arrays are CuPy arrays or torch tensors.
+    """
     p = job.problem
-    if job.trace or p.fp8 or not isinstance(space, arrays.TorchSpace):
+    if job.trace or p.fp8:
         return None
     found = job.memo.get((Forward, plan), job)
     if found is job:  # not in the memo
         kernels = [one.one.kernel for one in plan.launches]
         plain = all(x.functions is None and not x.sinks for x in kernels)
-        found = job.memo[Forward, plan] = Forward(space, plan) if plain else None
+        found = None
+        if plain and isinstance(space, arrays.TorchSpace):
+            found = Forward(space, plan)
+        elif plain and type(job.q) is type(job.k) is type(job.v) is cupy.ndarray:
+            found = CupyForward(space, plan)
+        job.memo[Forward, plan] = found
     return found
 
 
@@ -278,13 +304,19 @@ def backward_with(
         arrays.check_space("dlse", dlse, p.dtype, space)
     with _EXPLAINING:
         plan = _plan(family_of, job, "backward", space)
+        repeated = _repeated_backward(job, plan, space)
         with space.on_device():
+            if repeated is not None:
+                made = dict(zip(_GRADIENTS, repeated(*saved["arrays"], dout, dlse), strict=True))
+                return Outcome(made, plan.tiling, None, plan.name, gpu=plan.gpu.name)
             like, sizes = saved["arrays"][0], plan.sizes
             given = space.view(dout)
             less = None if dlse is None else space.vector(dlse)
             if "places" not in saved:  # of repeated launches
                 q, k, v, out, lse = saved["arrays"]
-                views = [arrays.View(*arrays.place(space, x)) for x in (q, k, v, out)]
+                in_torch = isinstance(space, arrays.TorchSpace)
+                view = (lambda x: arrays.View(*arrays.place(space, x))) if in_torch else space.view
+                views = [view(x) for x in (q, k, v, out)]
                 saved = _saved(space, views[0], views[1], views[2], views[3], lse)
             places = *saved["places"], *given.place
             less_at = 0 if less is None else space.pointer(less)
@@ -307,6 +339,20 @@ def backward_with(
 
 
 _EXPLAINING = failures.Explaining()
+_GRADIENTS = ("dq", "dk", "dv")
+
+
+def _repeated_backward(job: Job, plan: Plan, space: arrays.Space) -> Backward | None:
+    """Return an object that repeats a backward pass of torch tensors, or None for other jobs."""
+    p = job.problem
+    if job.trace or not isinstance(space, arrays.TorchSpace):
+        return None
+    found = job.memo.get((Backward, plan), job)
+    if found is job:  # not in the memo
+        plain = p.bias is None and not (p.has_functions or p.score_grads or p.sinks)
+        made = Backward(space, (p.head_dim, p.head_dim_v), plan) if plain else None
+        found = job.memo[Backward, plan] = made
+    return found
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:

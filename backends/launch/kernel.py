@@ -77,9 +77,10 @@ class Gpu:
 
     `shared_bytes` is the largest shared memory that a thread block may request. `clock_khz` is the
     highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs:
-    a cluster size in blocks, and how many such clusters run at once with one block per SM. The
-    pairs in `clusters` must be measured on each chip, because chips of one model group their SMs
-    differently.
+    a cluster size in blocks, and how many such clusters run at once with one block per SM. A launch
+    asks the driver for the pairs in `clusters`, because chips of one model may group their SMs
+    differently. A plan without a GPU takes them from the `Device`, and estimates those that are
+    missing.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Gpu:
             *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
             multiprocessors=device.sm_count,
             hbm_bandwidth=device.hbm_bandwidth,
+            clusters=device.clusters,
         )
 
 
@@ -118,7 +120,8 @@ class Variant:
     row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward computes a visit's
     dQ during the next visit (kernels/hopper/backward.cu). With `once`, each row tile has a single
     key tile. With `fused`, one kernel computes dK, dV and dQ. With both `fused` and `ordered`,
-    blocks add to dQ in a fixed order.
+    blocks add to dQ in a fixed order. With both `fused` and `first`, the first block to reach a
+    tile of dQ stores it, and later blocks add to it.
 
     With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
     a launch lets the next launch of the pass begin.
@@ -143,6 +146,7 @@ class Variant:
     more: bool = False
     fused: bool = False
     ordered: bool = False
+    first: bool = False
     pack: int = 1
     shares: bool = False
 

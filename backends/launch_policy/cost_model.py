@@ -90,9 +90,12 @@ class Backward(NamedTuple):
 #: (docs/notebooks/hopper.md, "Which form").
 HOPPER_BACKWARD = {
     64: Backward(Times(2.39, 1.38), Times(2.56, 1.21), Times(2.59, 2.03)),
+    80: Backward(Times(2.53, 1.13), Times(3.04, 0.97), Times(2.85, 1.72)),
     128: Backward(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
     192: Backward(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
 }
+#: The times of dQ alone at these head dims, if its tiles have 128 rows instead of 64.
+DQ_OF_128_ROWS = {80: Times(3.5, 1.9), 128: Times(3.5, 2.1)}
 #: The tile of backward_roles.cu, the fused kernel for head dims of 129 to 192 whose warpgroups have
 #: different roles, and its times. They are fitted to its speed relative to tile 64 x 64 at twenty
 #: shapes with head dims of 160 to 192.
@@ -107,6 +110,9 @@ WITHOUT_DELTA = -1.0
 #: Extra times of the fused form: µs of one more launch; and the fraction of HBM's bandwidth at
 #: which float32 dQ is cleared, read again and stored.
 CONVERTING, CONVERTED = 1.1, 0.6
+#: The time of the flags and waits of "flash2-fused-first", divided by that of the zeros that it
+#: does not write (docs/notebooks/hopper.md, "The first visit stores dQ").
+FLAGS = 0.4
 #: Extra µs of three passes in which some of dQ's work tiles wait for those of dK and dV: a block
 #: needs a whole SM, so it loads its first tiles only after another block has left.
 WAITING = 2.0
@@ -188,7 +194,10 @@ def _launch(items: np.ndarray, walks: int, processors: int) -> float:
 def backward_times(problem: Problem, tiling: Tiling) -> Backward:
     """Return the times of the Hopper backward's kernels for a problem with this tiling."""
     d = max(problem.head_dim, problem.head_dim_v)
-    known = HOPPER_BACKWARD[min((w for w in HOPPER_BACKWARD if d <= w), default=192)]
+    width = min((w for w in HOPPER_BACKWARD if d <= w), default=192)
+    known = HOPPER_BACKWARD[width]
+    if tiling.block_q == 128 and width in DQ_OF_128_ROWS:
+        return known._replace(dq=DQ_OF_128_ROWS[width])
     return known._replace(fused=HOPPER_FUSED_WIDE[ROLES]) if tiling == ROLES else known
 
 
@@ -208,7 +217,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
         if one.stage.once:
             known["fused"], more = HOPPER_ONCE[width], WITHOUT_DELTA
         if one.stage.converts:
-            row = 4 * 2 + p.itemsize  # bytes per column
+            zeros = any((m.op, m.tensor) == ("store", "dQ_acc") for m in passes[0].stage.moves)
+            row = 4 * (1 + (zeros or FLAGS)) + p.itemsize  # bytes per column
             moved = p.batch * p.heads * p.n_q * p.head_dim * row
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:

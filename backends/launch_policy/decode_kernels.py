@@ -69,15 +69,20 @@ def walking_kernel(
     overlap: bool,
     cluster: int = 1,
     cascade: bool = False,
+    in_l2: bool = False,
 ) -> Kernel:
-    """Return the decode kernel for row tiles of `block_q` rows (`chip`: a result of `on_chip`)."""
+    """Return the decode kernel for row tiles of `block_q` rows (`chip`: a result of `on_chip`).
+
+    With `in_l2`, the KV cache may stay in L2 for the next call.
+    """
     warps, stages, shared, most = chip
     return built(
         *("portable/decode.cu", "flash_decode", 32 * warps, shared),
         (problem, Tiling(block_q, KEYS * warps), variant),
         {"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most}
         | {"DECODE_ARGS_BYTES": record_dtype(problem).itemsize}
-        | {"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
+        | {"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade}
+        | {"IN_L2": in_l2},
     )
 
 

@@ -62,6 +62,8 @@ _SHORT = 8
 #: Bytes of K and V up to which a launch may begin before the previous one ends, if two blocks share
 #: an SM and all blocks run at once. Larger launches are faster if they wait.
 _OVERLAPPED = 600e6
+#: The largest fraction of L2 that a KV cache takes if it may stay there between calls.
+_IN_L2 = 0.7
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,6 +362,7 @@ def _plain(asked: _DecodeRequest) -> Decode:
         page=page,
         overlap=hopper and not (at_once and read > _OVERLAPPED),
         cluster=cluster,
+        in_l2=read <= _IN_L2 * gpu.l2_bytes,
     )
     return _launch(p, kernel, lengths, split, ranges, made)
 

@@ -48,16 +48,20 @@ class PassRequest(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether this is the fused backward, which accumulates dQ in HBM ("flash2-fused")."""
-        return self.direction == "backward" and self.algorithm == "flash2-fused"
+        """Whether this is a fused backward that accumulates dQ in HBM (`plans.FUSED`)."""
+        return self.direction == "backward" and self.algorithm in plans.FUSED
 
 
 class Walked(NamedTuple):
-    """A stage of a pass, with its kernel's schedule tables and the GPU that runs the kernel."""
+    """A stage of a pass, with its kernel's schedule tables and the GPU that runs the kernel.
+
+    `tiling` has the tiles of all stages of the pass.
+    """
 
     stage: plans.Stage
     tables: Lowered
     gpu: Gpu
+    tiling: Tiling
 
     @property
     def problem(self) -> Problem:
@@ -199,6 +203,10 @@ class Family(ABC):
         """Return whether the fused backward with unordered dQ sums is faster than three passes."""
         return True
 
+    def stores_first(self, problem: Problem, gpu: Gpu) -> bool:
+        """Return whether "flash2-fused-first" works and is the faster fused backward."""
+        return False
+
     # -- how work tiles are assigned ------------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
@@ -223,6 +231,7 @@ class Family(ABC):
         stage: plans.Stage,
         tables: Lowered,
         gpu: Gpu,
+        tiling: Tiling,
         *,
         ordered: bool = False,
         report: str = "",
@@ -232,7 +241,7 @@ class Family(ABC):
         No cluster shares a work tile if blocks add to dQ in a fixed order, or record a timeline. A
         pass that reports bytes or times has one launch per stage.
         """
-        walk = Walked(stage, tables, gpu)
+        walk = Walked(stage, tables, gpu, tiling)
         alone = ordered or report == "timeline"
         launches = ((1, walk.items),) if alone else self.launches(walk)
         cluster, clump = launches[-1][0], self.clump(walk)
@@ -315,9 +324,10 @@ def _passes(
     passes = []
     for stage in plans.stages(problem, algorithm, direction, split):
         by: Literal["row", "col"] = "row" if stage.outer == "queries" else "col"
-        tables = lower(Schedule(problem, tiling, stage.outer, key_order, split=split), by)
+        tile = tiling.of(stage.name)
+        tables = lower(Schedule(problem, tile, stage.outer, key_order, split=split), by)
         tables = in_turns(tables) if ordered and by == "col" else tables
-        how = family.hand_out(stage, tables, gpu, ordered=ordered, report=report)
+        how = family.hand_out(stage, tables, gpu, tiling, ordered=ordered, report=report)
         if stage.name == "forward" and (rows := family.part_rows(problem)):
             tables = in_shares(tables, rows)
         variant = replace(
@@ -330,6 +340,7 @@ def _passes(
             once=stage.once,
             fused=algorithm != "flash2",
             ordered=ordered,
+            first=algorithm == "flash2-fused-first",
             pack=tables.schedule.members,
             shares=tables.shares is not None,
         )
@@ -338,7 +349,7 @@ def _passes(
         for n, (cluster, count, deferred) in enumerate(how.launches, 1):
             more = n < len(how.launches)
             one = replace(variant, cluster=cluster, after=n > 1, more=more, deferred=deferred)
-            kernel = family.kernel(stage.name, problem, tiling, one, gpu)
+            kernel = family.kernel(stage.name, problem, tile, one, gpu)
             grid: tuple[int, ...] = (count,)
             if not kernel.shared_bytes:  # row-wise: no visits
                 grid, clump = (tables.tiles, walks), 1

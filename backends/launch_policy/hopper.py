@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import functions
 from flashsim.backends.launch import kernel as launch
@@ -37,6 +39,12 @@ _PACKING_GAINS = 0.005
 
 #: The head_dim up to which the fused kernel stores dQ after one visit.
 _WIDEST_ONCE = 128
+#: The head_dim up to which a fused kernel stages dQ in shared memory.
+_WIDEST_STAGED = 192
+
+#: How many work tiles of a head may begin at the same row tile of "flash2-fused-first", and the
+#: fraction of the fused backward's predicted time that it must save (`Hopper.stores_first`).
+_FIRST, _TOGETHER, _SAVES = "flash2-fused-first", 3, 0.035
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class Hopper(Family):
                     "algorithm='flash2-once' needs each row tile to visit exactly one tile of 128 "
                     "keys, and here a row tile visits several or none"
                 )
+        if direction == "backward" and algorithm == _FIRST and asked.wide > _WIDEST_STAGED:
+            return f"algorithm={_FIRST!r} needs a head_dim up to {_WIDEST_STAGED}"
         if tiling is None:
             if not any(t.divides(problem.block_mask) for t in possible):
                 return "their tiles do not divide the block mask's cells"
@@ -102,10 +112,12 @@ class Hopper(Family):
                     return (Tiling(64, 64),)
                 given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
                 return cost_model.fastest_first(*given, cost_model.microseconds_by_keys)
-            # Without transposition, a product of dQ has 64 rows; a softcap uses registers.
-            if not asked.fused or problem.softcap or scored:
-                return (Tiling(64, 128),)
+            # Without transposition, a product of dQ has 64 rows; functions use registers.
             low, high = Tiling(64, 128), Tiling(80, 128)
+            if scored or problem.mask_mod is not None or (asked.fused and problem.softcap):
+                return (low,)
+            if not asked.fused:
+                return replace(low, dq_rows=128), low
             return (high, low) if d <= 80 else (low, high)
         times = _forward_times(d)
         launch_time = partial(
@@ -133,8 +145,17 @@ class Hopper(Family):
     def fastest(self, asked: PassRequest) -> Tiling | None:
         """Return the fastest tiling with which the Hopper kernels can run this pass."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
-        # With ordered dQ, fewer row tiles mean fewer waits for a turn.
-        return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
+        if asked.ordered:  # fewer row tiles mean fewer waits for a turn
+            return max(possible, key=lambda t: t.block_q)
+        if any(t.dq_rows for t in possible):
+
+            def took(tiling: Tiling) -> float:
+                p, gpu, algorithm = asked.problem, asked.gpu, asked.algorithm
+                passes = self.backward_passes(p, tiling, gpu, "ascending", "", algorithm)
+                return cost_model.backward_microseconds(passes, gpu)
+
+            return min(possible, key=took)
+        return possible[0]
 
     def packs(self, asked: PassRequest, tiling: Tiling | None) -> bool:
         """Return whether the query heads of a GQA group share the row tiles of a forward pass.
@@ -198,10 +219,31 @@ class Hopper(Family):
         """
         if self.refusal(problem, None, gpu, "backward"):
             return True  # e.g. cells of 80 rows, for which three passes have no tile
-        if widest(problem) > 192:
+        if widest(problem) > _WIDEST_STAGED:
             return False
-        three, fused = self._times(problem, gpu, "flash2", "flash2-fused")
+        form = "flash2-fused-first" if self.stores_first(problem, gpu) else "flash2-fused"
+        three, fused = self._times(problem, gpu, "flash2", form)
         return fused < three
+
+    def stores_first(self, problem: Problem, gpu: Gpu) -> bool:
+        """Return whether "flash2-fused-first" works and is the faster fused backward.
+
+        It is slower if many blocks reach a row tile at the same time, because they wait until the
+        first one has stored. So at most `_TOGETHER` work tiles of a head may begin at the same row
+        tile, as under a causal mask, and query heads must not alternate (`in_step`). With many
+        visits per row tile, reading flags costs more than the zeros that it saves.
+        """
+        if self.refusal(problem, None, gpu, "backward", _FIRST):
+            return False
+        passes = self.backward_passes(problem, None, gpu, "ascending", "", _FIRST)
+        one = next(one for one in passes if one.stage.name == "fused")
+        tables, in_step = one.tables, dict(one.kernel.constants)["FS_IN_STEP"]
+        first = tables.index[tables.ptr[:-1]] if tables.spans is None else tables.spans[:, 0]
+        begins = first[tables.visits > 0]
+        if in_step or not len(begins) or int(np.bincount(begins).max()) > _TOGETHER:
+            return False
+        fused, stored = self._times(problem, gpu, "flash2-fused", _FIRST)
+        return stored < (1 - _SAVES) * fused
 
     def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
         """Return the predicted time in µs of the backward pass for each of `algorithms`."""
@@ -221,7 +263,7 @@ class Hopper(Family):
         are slow: on an H100, 128 work tiles took 92 µs in clusters of two, and 72 µs without
         clusters.
         """
-        p, (stage, tables, gpu), items = walk.problem, walk, walk.items
+        p, (stage, tables, gpu, tiling), items = walk.problem, walk, walk.items
         if stage.outer != "keys" or tables.schedule.tiling == cost_model.ROLES:
             return ((1, items),)
         steps = p.group * tables.visits
@@ -232,7 +274,7 @@ class Hopper(Family):
         if stage.name == "dkdv":
             if items >= free:
                 return ((1, items),)
-            beside = cost_model.busy_at_once(p, tables.schedule.tiling)[0]
+            beside = cost_model.busy_at_once(p, tiling.of("dq"))[0]
             free = int(free - beside) if beside + items <= free else free
         # how many clusters the remaining SMs run is not known
         at_once = gpu.clusters if free == gpu.multiprocessors else ()
@@ -270,7 +312,7 @@ class Hopper(Family):
         groups of half a wave are 1.01 to 1.12 times as fast above a head_dim of 64. Up to 64 they
         gain nothing.
         """
-        p, (stage, tables, gpu) = walk.problem, walk
+        p, (stage, tables, gpu, _) = walk.problem, walk
         group = p.group if stage.per == "head" else 1  # walks that share K and V
         shared = functions.heads_share(p, gpu.l2_bytes // 8)
         if tables.ranks is None and walk.alike and not shared:

@@ -178,7 +178,8 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, ahead
     name = "backward_wide" if wide else "backward"
     return launch.built(
         *(f"hopper/{name}.cu", f"hopper_{name}", 384, shared, (problem, tiling, variant)),
-        {"D": d, "FUSED": fused, "ORDERED": variant.ordered, "CLUSTER": variant.cluster}
+        {"D": d, "FUSED": fused, "ORDERED": variant.ordered, "FIRST": variant.first}
+        | {"CLUSTER": variant.cluster}
         | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
         | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse}
         | {"STATISTICS": adds}
@@ -260,7 +261,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     return launch.built(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
         (problem, tiling, variant),
-        {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never},
+        {"D": d, "FUSED": 1, "FIRST": variant.first, "IN_STEP": variant.in_step, **never},
         (*boxes, Box("dq_acc", bq, 32)),
         outer="keys",
     )

@@ -18,10 +18,10 @@ class Portable(Family):
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return the reason why these kernels cannot run this pass, or None if they can."""
         problem, gpu, direction, algorithm = asked[:4]
-        if direction == "backward" and algorithm == "flash2-once":
+        if direction == "backward" and algorithm in ("flash2-once", "flash2-fused-first"):
             return (
-                "the portable kernels have no algorithm='flash2-once', since they accumulate dQ in "
-                "memory; Hopper's have it (float16 and bfloat16, head_dim up to 128); use "
+                f"the portable kernels have no algorithm={algorithm!r}, since they accumulate dQ "
+                "in memory that starts at 0; Hopper's have it (float16 and bfloat16); use "
                 "algorithm='flash2-fused' here"
             )
         what = f"{direction} at head_dim={problem.head_dim}, {problem.dtype}"

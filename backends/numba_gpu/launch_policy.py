@@ -28,6 +28,8 @@ class PythonHopper(hopper.Hopper):
         """Return why the Python Hopper kernels cannot run this pass, or None if they can."""
         if asked.direction == "backward" and asked.algorithm == "flash2-once":
             return "they have no algorithm='flash2-once', since they accumulate dQ in memory"
+        if asked.direction == "backward" and asked.algorithm == "flash2-fused-first":
+            return "they have no algorithm='flash2-fused-first': a kernel of theirs writes zeros to dQ"
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
@@ -37,7 +39,8 @@ class PythonHopper(hopper.Hopper):
             p = asked.problem
             if asked.wide <= 64 and p.score_mod and (p.score_grads or not has_known_slope(p)):
                 return (Tiling(64, 128),)  # gradients of functions use registers
-            # with 80 columns, products cost as much as with 128
+            # with 80 columns, products cost as much as with 128; other rows for dQ are untried
+            every = tuple(t for t in every if not t.dq_rows)
             return tuple(sorted(every, key=lambda t: t.block_q))
         untried = (80, 96) if 128 < asked.wide <= 192 else (144,)
         return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)

@@ -112,12 +112,27 @@ def backward_fused(machine: Machine) -> None:
     The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, the order of atomic additions
     to dQ changes from run to run, so the last bits of dQ vary.
     """
-    delta_pass(machine, clears_dq=True)
+    _fused(machine, clears_dq=True)
+
+
+def _fused(machine: Machine, *, clears_dq: bool) -> None:
+    delta_pass(machine, clears_dq=clears_dq)
     clear_dbias(machine)
+    if not clears_dq:  # a tile that nothing was stored to counts as 0, as the GPU's flags tell
+        accumulator(machine.hbm, "dQ").data.fill(0.0)
     with machine.stage("fused") as sram:
         _keys_outside(sram, dq="reduce")
     convert(machine, "dQ_acc", "dQ")
     convert(machine, "dBias_acc", "dBias")
+
+
+def backward_fused_first(machine: Machine) -> None:
+    """Compute the gradients as `backward_fused` does, but without a pass that sets dQ to 0.
+
+    The first visit of a row tile stores its part of dQ, and later visits add to it. The conversion
+    of dQ writes 0 for a row tile without visits.
+    """
+    _fused(machine, clears_dq=False)
 
 
 def backward_once(machine: Machine) -> None:
@@ -244,5 +259,6 @@ def _dq_pass(machine: Machine) -> None:
 ALGORITHMS = {
     "flash2": (forward, backward),
     "flash2-fused": (forward, backward_fused),
+    "flash2-fused-first": (forward, backward_fused_first),
     "flash2-once": (forward, backward_once),
 }

@@ -71,7 +71,8 @@ class Machine:
         schedule = self.schedules.get(name)
         if schedule is None:
             how = stage.outer, self.key_order, stage.dense, self.split
-            schedule = self.schedules[name] = Schedule(self.problem, self.tiling, *how)
+            tile = self.tiling.of(stage.name)
+            schedule = self.schedules[name] = Schedule(self.problem, tile, *how)
         roundings = Roundings.of(self.problem, self.algorithm, self.direction, name, self.precision)
         sram = Sram(
             *(self.hbm, schedule, stage, self.device), record=self.record, roundings=roundings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flashsim.api import array_libraries, dispatch
+from flashsim.api import array_libraries, dispatch, repeats
 from flashsim.api.arrays import check_kept, expand, squeeze, warn_of_overflow
 from flashsim.api.decode_options import DecodeOptions, with_fields
 from flashsim.api.inputs import Request
@@ -143,6 +143,14 @@ def run(
     """
     if decode is not None:
         options = with_fields(options, decode, [algorithm])
+    again = key = None
+    # Values of arrays, and results of functions, may change between calls.
+    if mask is block_mask is mask_mod is score_mod is bias is sinks is None and not options:
+        plain = causal, window, softcap, scale, algorithm, tiling, device, backend, key_order, trace
+        if cu_seqlens_q is cu_seqlens_k is None and nan_policy == "propagate":
+            again, key = repeats.known(plain, q, k, v)
+            if again is not None and (repeated := again(q, k, v)) is not None:
+                return repeated
     request = Request(
         *(causal, window, softcap, scale, mask, block_mask, cu_seqlens_q, cu_seqlens_k),
         *(algorithm, tiling, device, backend, key_order, nan_policy, trace),
@@ -155,7 +163,7 @@ def run(
     if asked.backend in dispatch.ON_CPU and (unseen := outcome.unseen("out")):
         warn_of_overflow(unseen, job.arrays)
     ndim = asked.ndim
-    return made(
+    result = made(
         Result,
         out=give(squeeze(outcome.arrays["out"], ndim)),
         lse=give(squeeze(outcome.arrays["lse"], ndim - 1)),
@@ -167,6 +175,9 @@ def run(
         _saved=outcome.saved,
         _asked=asked,
     )
+    if again is None and key is not None:
+        repeats.note(key, result)
+    return result
 
 
 @own_errors

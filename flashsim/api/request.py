@@ -118,6 +118,7 @@ class Checked:
             stores_dq=ask_engine("stores_dq", False),
             orders_dq=ask_engine("orders_dq", False, deterministic=True),
             fuses=ask_engine("fuses", True),
+            stores_first=ask_engine("stores_first", False),
         )
         return replace(job, algorithm=algorithm, deterministic=ordered)
 

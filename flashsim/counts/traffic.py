@@ -47,10 +47,10 @@ class Traffic(Answers):
         self.problem, self.tiling, self.device = problem, tiling, device  # type: ignore[misc]
         self.algorithm, self.direction, self.split = algorithm, direction, split
         self.stages = plans.stages(problem, algorithm, direction, split)
-        walks = {(s.outer, s.dense) for s in self.stages}
+        walks = {(s.outer, s.dense, tiling.of(s.name)) for s in self.stages}
         self._schedules = {
-            key: Schedule(problem, tiling, key[0], key_order, key[1], split)  # type: ignore[arg-type]
-            for key in walks
+            (outer, dense, tile): Schedule(problem, tile, outer, key_order, dense, split)  # type: ignore[arg-type]
+            for outer, dense, tile in walks
         }
         self.transfers: dict[tuple[str, str, str], int] = {}
         forms = Forms(problem)
@@ -69,7 +69,7 @@ class Traffic(Answers):
 
     def schedule(self, stage: plans.Stage) -> Schedule:
         """Return the schedule of one stage: the visits and the order of visits."""
-        return self._schedules[stage.outer, stage.dense]
+        return self._schedules[stage.outer, stage.dense, self.tiling.of(stage.name)]
 
     @property
     def parts(self) -> int:

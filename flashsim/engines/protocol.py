@@ -6,7 +6,7 @@ the class `Engine`. Engines never import `flashsim.api` or each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -126,14 +126,21 @@ class Outcome(NamedTuple):
         return {name: self.arrays[name] for name in names if name not in self.finite}
 
 
+#: A function of q, k and v that have the shapes and types of an earlier job's arrays. It returns
+#: out, the LSE and `Outcome.saved`, or None if the engine has to check these arrays.
+Repeat = Callable[[Any, Any, Any], tuple[Any, Any, Mapping[str, Any]] | None]
+
+
 class Engine(Protocol):
     """The functions that every engine module has.
 
-    Four more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
+    Six more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
     dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
     backward is the fastest if dQ may be added up in any order. `stores_dq(job, saved)` returns
-    whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts an array
-    that supports only DLPack to a type that the engine accepts.
+    whether "flash2-once" is faster than the job's algorithm, and `stores_first(job, saved)` whether
+    "flash2-fused-first" is faster than "flash2-fused". `adopt(name, array)` converts an array that
+    supports only DLPack to a type that the engine accepts. `repeat(job)` returns a function that
+    repeats a forward pass without checks (see `Repeat`), or None if the job needs them.
     """
 
     OPTIONS: frozenset[str]

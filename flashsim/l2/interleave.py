@@ -41,12 +41,20 @@ def _sift_down(heap, n, time):
 @keep
 @njit
 def _ask(
-    requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
-):
+    requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, grid_rows,
+    out, codes, n,
+):  # fmt: skip
     """Append a block's requests for one tile pair: rows `first` to `last` - 1 of `requests`."""
     i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]
+        if axis > 3:  # the tiles of the pass's grid that lie in this stage's tile
+            for row in range(grid_rows[i], grid_rows[i + 1]):
+                tile = row if axis == 4 else row * requests[r, 5] + j
+                out[n] = requests[r, 3] + head_of[owner, walk_head] * requests[r, 4] + tile
+                codes[n] = requests[r, 0] + side
+                n += 1
+            continue
         if axis == 0:
             tile = i
         elif axis == 1:
@@ -66,7 +74,7 @@ def _ask(
 def weave(
     walks, outers, ptr, inner, slower, tile_of, several, requests, parts, head_of, stride, members,
     in_step, flipped, cluster, time, block, done, heap, sides, pace, jitter, seed, keys_outside,
-    out, codes, ranks, turns, since, turn, wait, cache,
+    grid_rows, out, codes, ranks, turns, since, turn, wait, cache,
 ):  # fmt: skip
     """Write all requests of one kernel in the order in which the SMs issue them; return how many.
 
@@ -90,7 +98,8 @@ def weave(
     and bias matrix. With `in_step`, all `members` query heads make a visit before the block's next
     visit. A block that is `flipped`, bool (blocks,), makes its visits in reverse order. `sides`,
     uint8 (slots,), has the partition of each slot's SM. `pace`, float64 (slots,), has each slot's
-    relative time per visit, less than 1 on SMs that run fewer blocks.
+    relative time per visit, less than 1 on SMs that run fewer blocks. Row tile i of the stage
+    consists of the row tiles ``grid_rows[i] .. grid_rows[i + 1] - 1`` of the numbering of tiles.
 
     The results are written to `out`, int32 (tile numbers), and `codes`, uint8. Four work arrays
     have one element per slot. `time`, float64, and `done`, int64, start as zeros. `block`, int64,
@@ -137,7 +146,7 @@ def weave(
         if done[slot] == 0 and rank == 0:
             n = _ask(
                 requests, parts[0], parts[1], head_of, head, outer, own, no_inner,
-                keys_outside, side, out, codes, n,
+                keys_outside, side, grid_rows, out, codes, n,
             )  # fmt: skip
         if done[slot] < total:
             step = first + done[slot]
@@ -148,7 +157,7 @@ def weave(
                 v = visits - 1 - v
             n = _ask(
                 requests, parts[1], parts[2], head_of, head + member, outer, own,
-                np.int64(inner[ptr[outer] + v]), keys_outside, side, out, codes, n,
+                np.int64(inner[ptr[outer] + v]), keys_outside, side, grid_rows, out, codes, n,
             )  # fmt: skip
         takes = 1.0
         if total:
@@ -166,7 +175,7 @@ def weave(
             if rank == 0:
                 n = _ask(
                     requests, parts[after], parts[after + 1], head_of, head, outer, own, no_inner,
-                    keys_outside, side, out, codes, n,
+                    keys_outside, side, grid_rows, out, codes, n,
                 )  # fmt: skip
             if wait > 0.0:
                 replay_sets(out[issued:n], codes[issued:n], cache)

@@ -24,6 +24,8 @@ from flashsim.schedule.tables import MASKED
 MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000
 #: An axis besides `tensors.ROW`, COL and TILE: a tensor with a tile per part of a row tile's keys.
 PART = 3
+#: The axes of requests for several row tiles, or for their score tiles, at once.
+_COARSE = {tensors.ROW: 4, tensors.TILE: 5}
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,16 @@ class TileNumbers:
         names = [*dict.fromkeys(map(captured.lined, used))]
         return cls(r.problem, r.schedule(r.stages[0]), names)
 
+    def rows_of(self, schedule: Schedule) -> np.ndarray:
+        """Return each stage row tile's first row tile of this numbering, int32 (T_r + 1,).
+
+        A stage's row tile may consist of several of them (`Tiling.dq_rows`).
+        """
+        if schedule.t_r == self.schedule.t_r:
+            return np.arange(schedule.t_r + 1, dtype=np.int32)
+        starts = np.append(schedule.rows[:, 0], schedule.n_rows)
+        return np.searchsorted(self.schedule.rows[:, 0], starts).astype(np.int32)
+
     def matrices(self, tensor: tensors.TensorShape) -> int:
         """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
         members = self.schedule.members if tensor.owner == tensors.QUERY else 1
@@ -139,10 +151,11 @@ class TileNumbers:
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
-def requests(stage: plans.Stage, schedule: Schedule) -> int:
+def requests(stage: plans.Stage, schedule: Schedule, grid_rows: np.ndarray | None = None) -> int:
     """Return the number of tiles that one kernel requests, summed over all heads.
 
-    Captured arrays count as one request per tile and array access in the function.
+    Captured arrays count as one request per tile and array access in the function. `grid_rows` is
+    the result of `TileNumbers.rows_of`; None means one row tile of the numbering per row tile.
     """
     before, each, whole, rest = (
         sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)
@@ -156,7 +169,26 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
     ends = (outers - divided) * whole + divided * rest
     members = plans.members_of(stage, schedule.problem, schedule.split)
     repeat, _ = plans.heads_of(stage, schedule.problem)
-    return repeat * (outers * before + ends + members * visits * each)
+    found = repeat * (outers * before + ends + members * visits * each)
+    if (
+        grid_rows is not None and grid_rows[-1] > schedule.t_r
+    ):  # a row tile of this stage is several requests
+        owns, each = (
+            sum(m.transfers and _by_rows(m) for m in moves)
+            for moves in ((*stage.before, *stage.after), stage.visit)
+        )
+        more = np.diff(grid_rows) - 1
+        found += repeat * (
+            owns * int(more.sum()) + each * int((more * schedule.visit_counts).sum())
+        )
+    return found
+
+
+def _by_rows(move: plans.Move) -> bool:
+    """Return whether a move's tile has a row tile's rows, and is no line of a captured array."""
+    name = move.tensor
+    lined = captured.lined(name) in captured.LINED
+    return not lined and tensors.AXES[name] in _COARSE
 
 
 def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
@@ -195,11 +227,13 @@ def stream(launch: L2Launch, tiles: TileNumbers, cache: SetCache | None = None) 
     from flashsim.l2.interleave import weave
 
     stage, schedule, model = launch.stage, launch.schedule, launch.model
-    p, n = schedule.problem, requests(stage, schedule)
+    p, grid_rows = schedule.problem, tiles.rows_of(schedule)
+    n = requests(stage, schedule, grid_rows)
     if n > MOST_REQUESTS:
         raise _too_many(stage, n)
     touched = captured.Requests(schedule, len(tiles.size))
-    parts = [_requests(tiles, stage, moves, touched) for moves in _moves(stage)]
+    how = {"coarse": bool(grid_rows[-1] > schedule.t_r)}
+    parts = [_requests(tiles, stage, moves, touched, **how) for moves in _moves(stage)]
     members = plans.members_of(stage, p, schedule.split)
     ptr, inner, masked, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
@@ -224,7 +258,7 @@ def stream(launch: L2Launch, tiles: TileNumbers, cache: SetCache | None = None) 
         *(np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
         *(np.arange(slots), model.sides(slots, launch.device), _pace(slots, launch.device)),
         *(share.jitter, model.seed),
-        *(stage.outer == "keys", ids, codes),
+        *(stage.outer == "keys", grid_rows, ids, codes),
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), share.turn),
         *(wait, SetCache.empty(*_NO_LINES, shape=(1, 1, 1)) if cache is None else cache),
     )
@@ -305,11 +339,14 @@ def _requests(
     stage: plans.Stage,
     moves: Iterable[plans.Move],
     touched: captured.Requests,
+    *,
+    coarse: bool,
 ) -> list[tuple[int, ...]]:
     """Return the table of requests for `weave`, with one row per move between HBM and SRAM.
 
     A move of captured arrays has one row per array access in the score or mask function. In a
-    merging kernel, the inner tiles are the parts of the keys.
+    merging kernel, the inner tiles are the parts of the keys. With `coarse`, a row tile of the
+    stage consists of several row tiles of the numbering.
     """
     rows: list[tuple[int, ...]] = []
     for move in moves:
@@ -320,6 +357,7 @@ def _requests(
             its = tiles.tensors[move.tensor]
             numbering = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
             axis = tensors.COL if stage.parts == "merges" and its.axis == PART else its.axis
+            axis = _COARSE.get(axis, axis) if coarse else axis
             rows.append((move.code, axis, its.owner, *numbering))
     return rows
 

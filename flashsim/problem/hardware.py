@@ -23,6 +23,8 @@ Each device cites the sources of its figures by letter:
  [E] L2 read bandwidth measured by github.com/RRZE-HPC/gpu-benches, `gpu-l2-cache`, median of the
      data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
      with the same die and SM count: A100 40 GB, L40S, H100.
+ [K] Clusters that run at once, as CUDA's cuOccupancyMaxActiveClusters says on an H100 SXM5. Other
+     H100s may group their SMs differently. The figures of the H200 and the B200 are unknown.
 
 FP8 peaks are the dense peaks of the documents [L], [W], [S], [H] and [B]. The FP8 peaks were
 entered from memory, and not checked in these documents. Copies of the documents' tables on other
@@ -87,6 +89,9 @@ class Device:
         The source of the figures.
     link : str
         The link to other GPUs of the same host: a name in `flashsim.problem.links.LINKS`, or "".
+    clusters : tuple of pairs of int
+        Thread blocks per cluster, and how many such clusters run at once with one block per SM; ()
+        if that is not known. Planned launches then use a share of the SMs per cluster size.
 
     Raises
     ------
@@ -109,6 +114,7 @@ class Device:
     compute_capability: tuple[int, int] = (0, 0)
     source: str = "user"
     link: str = ""
+    clusters: tuple[tuple[int, int], ...] = ()
 
     _repr_html_ = report.card
 
@@ -144,6 +150,7 @@ class Device:
                 f"{shown(version)}"
             )
         put("compute_capability", (int(version[0]), int(version[1])))
+        put("clusters", _clusters(self.clusters))
 
     def __reduce__(self) -> tuple:
         # MappingProxyType cannot be pickled, but sweeps send devices to processes.
@@ -155,6 +162,7 @@ class Device:
         values["tensor_flops"] = dict(self.tensor_flops)
         values["cuda_flops"] = dict(self.cuda_flops)
         values["compute_capability"] = list(self.compute_capability)
+        values["clusters"] = [list(pair) for pair in self.clusters]
         return values
 
     def peak(self, dtype: str, *, tensor_cores: bool = True) -> float:
@@ -251,6 +259,19 @@ def _peaks(field: str, peaks: Any) -> Mapping[str, float]:
     return MappingProxyType({dtype: check(dtype, peak) for dtype, peak in peaks.items()})
 
 
+def _clusters(pairs: Any) -> tuple[tuple[int, int], ...]:
+    """Return pairs (blocks per cluster, clusters at once) as tuples, after checking them."""
+    listed = isinstance(pairs, (tuple, list))
+    found = [tuple(pair) for pair in pairs if isinstance(pair, (tuple, list))] if listed else []
+    counts = all(len(pair) == 2 and all(checks.is_int(x) and x > 0 for x in pair) for pair in found)
+    if not listed or len(found) < len(pairs) or not counts:
+        raise OptionError(
+            "Device.clusters must list pairs of positive integers such as ((2, 66), (4, 30)), got "
+            f"{shown(pairs)}"
+        )
+    return tuple((int(blocks), int(count)) for blocks, count in found)
+
+
 @cache
 def _key(name: str) -> str:
     return "".join(c for c in name.lower() if c not in " -_")
@@ -289,7 +310,8 @@ _H100 = _preset(
     l2_partitions=2, hbm_bandwidth=3352e9, l2_bandwidth=9800e9,
     tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4, **_fp8(1978.9)),
     cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
-    source="[H] SXM5; L2 bandwidth [E]", link="NVLink 4",
+    source="[H] SXM5; L2 bandwidth [E]; clusters [K]", link="NVLink 4",
+    clusters=((1, 132), (2, 66), (4, 30), (8, 15)),
 )  # fmt: skip
 _ALL = [
     _preset(
@@ -343,7 +365,7 @@ _ALL = [
     _H100,
     replace(
         _H100, name="H200", l2_bytes=60 * MIB, hbm_bytes=141 << 30, hbm_bandwidth=4800e9,
-        source="[I] SXM; L2 bandwidth [E]",
+        source="[I] SXM; L2 bandwidth [E]; clusters unknown", clusters=(),
     ),
     _preset(
         "B200", (10, 0), 148, (227, 228), l2_bytes=132_644_864, hbm_bytes=180 << 30,

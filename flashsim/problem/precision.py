@@ -40,6 +40,7 @@ POINTS = {
     "flash1": ("inputs", "s", "p", "o_hbm", "l_hbm", "m_hbm", "ds", "dq", "dkv"),
     "flash2": _FLASH2,
     "flash2-fused": _FLASH2,
+    "flash2-fused-first": _FLASH2,
     "flash2-once": tuple(point for point in _FLASH2 if point != "delta"),  # delta stays on chip
     "flash-decode": ("inputs", "s", "p", "m", "l", "o", "lse"),
 }

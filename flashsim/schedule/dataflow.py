@@ -172,6 +172,9 @@ _FUSED_BACKWARD = (
     _convert("dQ"),
     _CONVERT_DBIAS,
 )
+# The first visit of a row tile stores its part of dQ, and later ones add to it. So no stage writes
+# zeros. On a GPU, two flags per row tile say who is first; like semaphores, they are not counted.
+_FIRST_BACKWARD = (_DELTA, *_FUSED_BACKWARD[1:])
 # A row tile with one visit has all its P and dP on chip at once. So the visit computes delta from
 # them, and its dQ is complete. No stage before it computes delta, and none after it sums dQ.
 _ONCE_BACKWARD = (
@@ -205,6 +208,9 @@ ALGORITHMS = {
     # The paper's Algorithm 2 is one pass, "flash2-fused". This one has three, without sums in HBM.
     "flash2": Algorithm("FlashAttention-2", _FLASH2_FORWARD, _FLASH2_BACKWARD, "in three passes"),
     "flash2-fused": Algorithm("FlashAttention-2 fused", _FLASH2_FORWARD, _FUSED_BACKWARD),
+    "flash2-fused-first": Algorithm(
+        "FlashAttention-2 fused, first dQ stored", _FLASH2_FORWARD, _FIRST_BACKWARD
+    ),
     "flash2-once": Algorithm("FlashAttention-2 in one visit", _FLASH2_FORWARD, _ONCE_BACKWARD),
     "flash-decode": Algorithm("FlashDecoding", _DECODE, ()),
 }

@@ -21,7 +21,10 @@ GENERAL = tuple(
     name for name in TRAINING if not any(x.once for x in dataflow.ALGORITHMS[name].backward)
 )
 #: The algorithms that split no keys, but whose forward pass may pack the query heads of a group.
-PACKING = ("flash2", "flash2-fused", "flash2-once")
+PACKING = ("flash2", "flash2-fused", "flash2-fused-first", "flash2-once")
+#: The algorithms whose backward adds to a float32 dQ in HBM. In the second one, the first visit of a
+#: row tile stores instead, so that no kernel writes zeros.
+FUSED = ("flash2-fused", "flash2-fused-first")
 #: The fields of a problem that tiles with rows of several heads do not support.
 FUNCTIONS = ("mask_mod", "score_mod", "sinks")
 #: The learnable sink of each query head, and its gradient.
@@ -156,7 +159,7 @@ def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> t
             f"{what} does not support {' and '.join(functions)}, because its tiles contain rows "
             f"of several heads; {instead}"
         )
-    if problem.sinks and algorithm not in ("flash2", "flash2-fused"):
+    if problem.sinks and algorithm not in ("flash2", *FUSED):
         raise UnsupportedError(
             f"{algorithm!r} does not support sinks; use algorithm='flash2' or 'flash2-fused'"
         )
@@ -250,7 +253,7 @@ def tensors_of(problem: Problem, algorithm: str, direction: str, *ops: str) -> t
 
 
 def backward_form(algorithm: str, deterministic: bool | None) -> str:
-    """Return "flash2" if `deterministic` is true, "flash2-fused" if false, `algorithm` if None.
+    """Return "flash2" if `deterministic` is true, a fused form if false, `algorithm` if None.
 
     Raises
     ------
@@ -261,12 +264,14 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
     if deterministic is None:
         return algorithm
     checks.flag("deterministic", deterministic)
-    if algorithm not in ("flash2", "flash2-fused"):
+    if algorithm not in ("flash2", *FUSED):
         raise OptionError(
             "deterministic= chooses between the forms of FlashAttention-2's backward pass, but "
             f"{algorithm!r} has only one form, which is deterministic; leave out deterministic="
         )
-    return "flash2" if deterministic else "flash2-fused"
+    if deterministic:
+        return "flash2"
+    return "flash2-fused" if algorithm == "flash2" else algorithm
 
 
 def fastest_backward(
@@ -277,13 +282,15 @@ def fastest_backward(
     stores_dq: Callable[[str], bool],
     orders_dq: Callable[[str], bool],
     fuses: Callable[[str], bool],
+    stores_first: Callable[[str], bool],
 ) -> tuple[str, bool]:
     """Return the fastest algorithm for a backward pass, and whether it adds to dQ in a fixed order.
 
     ``deterministic=None`` keeps the backward pass of `algorithm`. With a tiling from the caller
-    (`tiled`), `stores_dq` and `fuses` are ignored. `stores_dq` says whether "flash2-once" is faster
+    (`tiled`), `stores_dq`, `fuses` and `stores_first` are ignored. `stores_dq` says whether "flash2-once" is faster
     on this backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order, and is
-    then fastest. `fuses` says whether the fused pass is faster than three passes.
+    then fastest. `fuses` says whether the fused pass is faster than three passes, and
+    `stores_first` whether "flash2-fused-first" is its faster form.
     """
     form = backward_form(algorithm, deterministic)
     any_form = deterministic is not None and algorithm == "flash2" and not tiled
@@ -291,8 +298,11 @@ def fastest_backward(
         return "flash2-once", False
     if deterministic and orders_dq("flash2-fused"):
         return "flash2-fused", True
-    if any_form and not deterministic and not fuses(form):
-        return "flash2", False
+    if any_form and not deterministic:
+        if not fuses(form):
+            return "flash2", False
+        if stores_first(form):
+            return "flash2-fused-first", False
     return form, False
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -18,6 +18,8 @@ from flashsim.schedule.split import WHOLE, Split
 
 #: Tile sides that `Tiling.fit` considers; real kernels use multiples of the tensor cores' 16.
 SIDES = (16, 32, 64, 128, 256, 512)
+#: The stage that computes dQ alone.
+DQ_ALONE = "dq"
 
 
 @own_errors
@@ -25,43 +27,81 @@ SIDES = (16, 32, 64, 128, 256, 512)
 class Tiling:
     """The size of a tile of scores: `block_q` query rows (B_r) by `block_k` key columns (B_c).
 
+    Parameters
+    ----------
+    block_q, block_k : int
+    dq_rows : int, optional
+        Query rows per tile in the pass that computes dQ alone, a multiple of `block_q`. That pass
+        keeps no dK and dV on chip, so it has room for more rows. Default: `block_q`.
+
     Raises
     ------
     DTypeError, TilingError
-        If a side is not a positive integer.
+        If a side is not a positive integer, or `dq_rows` is not a multiple of `block_q`.
     """
 
     block_q: int
     block_k: int
+    dq_rows: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_k"):
+        for name in ("block_q", "block_k", *(("dq_rows",) if self.dq_rows is not None else ())):
             try:
                 object.__setattr__(self, name, checks.positive_int(name, getattr(self, name)))
             except ValueError as error:
                 raise TilingError(str(error)) from None
+        if self.dq_rows is None:
+            return
+        if self.dq_rows % self.block_q:
+            raise TilingError(
+                f"dq_rows must be a multiple of block_q, got dq_rows={self.dq_rows} and "
+                f"block_q={self.block_q}"
+            )
+        if self.dq_rows == self.block_q:
+            object.__setattr__(self, "dq_rows", None)
 
     def __str__(self) -> str:
-        return f"{self.block_q} x {self.block_k}"
+        tile = f"{self.block_q} x {self.block_k}"
+        return f"{tile} (dQ: {self.dq_rows} x {self.block_k})" if self.dq_rows else tile
+
+    def of(self, stage: str) -> Tiling:
+        """Return the size of the tiles of the stage with this name, without `dq_rows`."""
+        if self.dq_rows is None:
+            return self
+        return Tiling(self.dq_rows if stage == DQ_ALONE else self.block_q, self.block_k)
+
+    @staticmethod
+    def joined(tiles: Mapping[str, Tiling]) -> Tiling:
+        """Return one tiling from the tiles of each stage, by name: the inverse of `of`."""
+        tile = next(iter(tiles.values()))
+        return replace(tile, dq_rows=tiles[DQ_ALONE].block_q) if DQ_ALONE in tiles else tile
+
+    def refuse_dq_rows(self, backend: str) -> None:
+        """Raise `TilingError` if dQ's pass has tiles of another size than other passes."""
+        if self.dq_rows:
+            raise TilingError(
+                f"{backend} has tiles of one size in all passes, not {self}; leave out dq_rows=, "
+                "or use backend='simulator'"
+            )
 
     def divides(self, cells: BlockMask | None) -> bool:
         """Return True if there is no block mask, or each tile lies in one cell of the mask."""
-        return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
+        rows = self.dq_rows or self.block_q
+        return cells is None or not (cells.block_q % rows or cells.block_k % self.block_k)
 
     def keeps_scales(self, problem: Problem) -> bool:
         """Return False if a tile overlaps two FP8 scale blocks but cuts a block; otherwise True."""
         if not isinstance(problem.scales, tuple):
             return True
-        sides = zip(
-            (self.block_q, self.block_k), problem.scales, (problem.n_q, problem.n_kv), strict=True
-        )
+        rows, keys = zip(problem.scales, (problem.n_q, problem.n_kv), strict=True)
+        sides = (self.block_q, *rows), (self.dq_rows or self.block_q, *rows), (self.block_k, *keys)
         return all(side >= n or not (side % every and every % side) for side, every, n in sides)
 
     def clip(self, problem: Problem, split: Split = WHOLE) -> Tiling:
-        """Return the tiling, with each side limited to the size of the problem's score matrix."""
+        """Return the tile, with each side limited to the size of the problem's score matrix."""
         checks.instance("problem", problem, Problem, "flashsim.Problem")
-        rows = problem.n_q * (problem.group if split.pack_gqa else 1)
-        return Tiling(min(self.block_q, rows), min(self.block_k, problem.n_kv))
+        n = problem.n_q * (problem.group if split.pack_gqa else 1)
+        return Tiling(min(self.block_q, n), min(self.block_k, problem.n_kv))
 
     def buffers(
         self,
@@ -75,15 +115,12 @@ class Tiling:
         In standard attention's softmax, only one complete row of scores counts, because rows can be
         processed one at a time.
         """
-        stages = plans.stages(problem, algorithm, direction, split)
-        tile = self.clip(problem, split)
-        return {
-            stage.name: {
-                b.name: b.nbytes(1 if stage.whole_rows else tile.block_q, tile.block_k)
-                for b in stage.buffers
-            }
-            for stage in stages
-        }
+        tables = {}
+        for stage in plans.stages(problem, algorithm, direction, split):
+            tile = self.of(stage.name).clip(problem, split)
+            rows = 1 if stage.whole_rows else tile.block_q
+            tables[stage.name] = {b.name: b.nbytes(rows, tile.block_k) for b in stage.buffers}
+        return tables
 
     def footprint(
         self,

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from flashsim.api import execution
 from flashsim.api.arrays import name_of
-from flashsim.errors import DTypeError, ShapeError, UnsupportedError
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError, own_errors
 from flashsim.problem.problem import Problem
 from flashsim.torch import direct, ops
+from flashsim.torch.functional import autocast
 from flashsim.torch.ops import readable
 
 
+@own_errors
 def decode(
     q: Tensor,
     k_cache: Tensor,
@@ -40,6 +42,9 @@ def decode(
     torch.compile, and can be captured in a CUDA graph. New lengths may be written before a replay
     of the graph. The decode kernels support float16 and bfloat16, and head dimensions up to 256.
     For other types and widths, torch's own operators run on the GPU.
+
+    Autocast casts q and the caches, as it does for torch's own attention. A cache of another type
+    is then copied in each call, so allocate caches in autocast's type.
 
     Parameters
     ----------
@@ -77,6 +82,8 @@ def decode(
     if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
         kinds = ", ".join(type(x).__name__ for x in (q, k_cache, v_cache))
         raise DTypeError(f"q, k_cache and v_cache must be tensors, got {kinds}")
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        q, k_cache, v_cache = map(autocast, (q, k_cache, v_cache))
     lengths = integers("cache_seqlens", cache_seqlens, q)
     starts = integers("cache_starts", cache_starts, q)
     entries = integers("cache_batch_idx", cache_batch_idx, q)

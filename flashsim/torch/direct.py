@@ -233,14 +233,14 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a checked call eagerly, with a gradient if q, k or v requires one."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attend.apply(q, k, v, call, with_lse)
+        return _applied(q, k, v, call, with_lse)
     return call.forward(q, k, v) if with_lse else call.output(q, k, v)
 
 
 def by_token(call: Ready, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a checked call as `attend` does; return the output as (batch, n_q, heads, head_dim_v)."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attend.apply(q, k, v, call, False).transpose(1, 2).contiguous()
+        return _applied(q, k, v, call, False).transpose(1, 2).contiguous()
     return call.by_token(q, k, v)
 
 
@@ -274,6 +274,17 @@ class _Attend(torch.autograd.Function):
             given = dout, out, lse, dlse, q, k, v, None, None, None
             dq, dk, dv, *_ = ops.through(ops.backward, *given, **ctx.call.question)
         return dq, dk, dv, None, None
+
+
+#: `_Attend.apply` without its Python part, which takes as long as a launch. That part binds default
+#: arguments, looks for transforms of torch.func and unwraps tensors that left them.
+_apply: Any = super(torch.autograd.Function, _Attend).apply
+_live = _C._functorch.unwrap_if_dead
+
+
+def _applied(q: Tensor, k: Tensor, v: Tensor, call: Ready, with_lse: bool) -> Any:
+    """Run a checked call with a gradient; no transform of torch.func may be active."""
+    return _apply(_live(q), _live(k), _live(v), call, with_lse)
 
 
 # -- under torch.compile ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsim.errors import DTypeError, ShapeError
+from flashsim.errors import DTypeError, ShapeError, own_errors
 from flashsim.torch import flash_attn_cache as caches
 from flashsim.torch import flash_attn_core as core
 from flashsim.torch.flash_attn_core import Window
@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 
+@own_errors
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -81,6 +82,7 @@ def flash_attn_func(
     return (out, lse, None) if return_attn_probs else out
 
 
+@own_errors
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -100,6 +102,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@own_errors
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -120,6 +123,7 @@ def flash_attn_kvpacked_func(
     )
 
 
+@own_errors
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -167,6 +171,7 @@ def flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
+@own_errors
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -189,6 +194,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
+@own_errors
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -214,6 +220,7 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
+@own_errors
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -277,6 +284,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
+@own_errors
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsim.errors import OptionError, ShapeError
+from flashsim.api.arrays import name_of
+from flashsim.errors import DTypeError, OptionError, ShapeError
 from flashsim.torch import decoding
 from flashsim.torch.flash_attn_core import (
     FP8,
@@ -199,6 +200,11 @@ def _turned_and_appended(
                 f"{name}= must have new rows for {name}_cache, of shape "
                 f"{(*leading, *old.shape[2:])}, got {tuple(new.shape)}"
             )
+        if new is not None and new.dtype != old.dtype:
+            raise DTypeError(
+                f"{name}= must have the dtype of {name}_cache, {name_of(old.dtype)}, got "
+                f"{name_of(new.dtype)}; convert it with {name}.to({name}_cache.dtype)"
+            )
     if cache.cos is not None and cache.sin is not None:
         first = cache.lengths if cache.at is None else cache.at
         if first.shape != cache.lengths.shape:
@@ -252,7 +258,7 @@ def _append(cache: Cache, k: Tensor, v: Tensor, rows: _Rows) -> None:
         which = cache.entries.long()[which]
         within("cache_batch_idx must select the caches' entries", which, cache.k.shape[0])
     for place, new in ((cache.k, k), (cache.v, v)):
-        place.index_put_((which, at), new.to(place.dtype))
+        place.index_put_((which, at), new)
 
 
 def _over_cache(

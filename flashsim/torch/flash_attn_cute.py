@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsim.errors import OptionError, ShapeError, UnsupportedError
+from flashsim.errors import OptionError, ShapeError, UnsupportedError, own_errors
 from flashsim.torch import flash_attn
 from flashsim.torch import flash_attn_core as core
 from flashsim.torch.flash_attn_core import Window
@@ -44,6 +44,7 @@ _ABSENT = {
 }
 
 
+@own_errors
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -104,6 +105,7 @@ def flash_attn_func(
     return out.transpose(1, 2), lse if qv is None else lse.transpose(1, 2)
 
 
+@own_errors
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -176,6 +178,7 @@ def flash_attn_varlen_func(
     return out, lse if qv is None else lse.transpose(-1, -2)
 
 
+@own_errors
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,

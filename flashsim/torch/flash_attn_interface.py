@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsim.errors import OptionError, ShapeError
+from flashsim.errors import OptionError, ShapeError, own_errors
 from flashsim.torch import flash_attn_cache as caches
 from flashsim.torch import flash_attn_core as core
 from flashsim.torch.flash_attn import flash_attn_combine
@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 
+@own_errors
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -82,6 +83,7 @@ def flash_attn_func(
     return (out, lse) if return_attn_probs else out
 
 
+@own_errors
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -117,6 +119,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@own_errors
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -168,6 +171,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
+@own_errors
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

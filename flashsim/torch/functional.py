@@ -80,7 +80,7 @@ def attention(
     plain, key = bias is sinks is cu_seqlens_q is cu_seqlens_k is None, ()
     if plain and not torch.compiler.is_compiling():
         if torch._C._is_any_autocast_enabled():
-            q, k, v = map(_autocast, taken(q=q, k=k, v=v))
+            q, k, v = map(autocast, taken(q=q, k=k, v=v))
         asked = causal, window, softcap, scale, algorithm, deterministic, backend
         call, key = direct.known(q, k, v, asked)
         if call is not None:
@@ -160,7 +160,7 @@ def taken(**tensors: Any) -> list[Tensor]:
     if any(x.device != first.device for x in others):
         found = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
         raise DTypeError(f"{', '.join(tensors)} must be on one device, got {found}")
-    return [_autocast(x) for x in tensors.values()]
+    return [autocast(x) for x in tensors.values()]
 
 
 def check_sinks(sinks: Any, q: Tensor) -> None:
@@ -177,7 +177,7 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
         )
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     """Return `x`, cast to autocast's type if autocast is on and `x` is float32 or narrower."""
     kind = x.device.type
     # Not amp.is_autocast_available: torch 2.11's Dynamo cannot trace it.

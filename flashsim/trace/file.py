@@ -326,6 +326,8 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
             validate.within("costs", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
         stages.append(StageTrace(walk, schedule, repeat, stride, table, costs))
     validate.moved(stages)
+    if own is None:
+        validate.tilings({stage.name: stage.schedule.tiling for stage in stages})
     timeline = None
     if "timeline_sm" in shapes:
         total = sum(len(stage.events) * stage.repeat for stage in stages)

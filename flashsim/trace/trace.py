@@ -22,6 +22,7 @@ from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import EVENT, StageTrace, Structured, buffer_of, gain
 from flashsim.trace.recording import Recording
 from flashsim.trace.steps import Frame, Steps
@@ -49,8 +50,10 @@ class Trace(Recording, questions.Answers):
 
     @property
     def tiling(self):
-        """The tiling of the stage with the most visits."""
-        return self.stages[0].schedule.tiling
+        """The size of the tiles of all stages; `Tiling.of` returns that of one stage."""
+        if self.own is not None:
+            return self.stages[0].schedule.tiling
+        return Tiling.joined({stage.name: stage.schedule.tiling for stage in self.stages})
 
     @property
     def parts(self) -> int:
@@ -101,7 +104,8 @@ class Trace(Recording, questions.Answers):
         """Return the requested bytes of each score tile over all heads, int64 (T_r, T_c).
 
         Transfers of an outer step (Q and O in a Q-outer loop) belong to no single tile; only
-        `by_outer` counts such transfers.
+        `by_outer` counts such transfers. A stage whose tiles have another size (`Tiling.dq_rows`)
+        is left out.
         """
         grid = np.zeros((self.schedule.t_r, self.schedule.t_c), np.int64)
         for stage in self.stages:
@@ -114,7 +118,11 @@ class Trace(Recording, questions.Answers):
 
     def by_outer(self, op: str | None = None, tensor: str | None = None) -> int:
         """Return the bytes that outer steps request outside of visits, over all heads."""
-        return self.bytes(op, tensor) - int(self.by_tile(op, tensor).sum())
+        total = 0
+        for stage in self.stages:
+            e = stage.events[self._moving(stage.events, op, tensor)]
+            total += int(e["bytes"][(e["i"] < 0) | (e["j"] < 0)].sum()) * stage.repeat
+        return total
 
     def by_head(self) -> np.ndarray:
         """Return the requested bytes of each query head, int64 (batch * heads,).
@@ -248,7 +256,7 @@ class Trace(Recording, questions.Answers):
             )
         first = self.stages[0].schedule
         return Traffic(
-            *(self.problem, first.tiling, self.algorithm, self.direction, self.device),
+            *(self.problem, self.tiling, self.algorithm, self.direction, self.device),
             first.key_order,
             first.split,
         )

@@ -232,6 +232,13 @@ def stage(
 # -- lengths of tables --------------------------------------------------------------------------
 
 
+def tilings(tiles: Mapping[str, Tiling]) -> None:
+    """Raise an error unless all stages have tiles of one `Tiling`."""
+    whole = Tiling.joined(tiles)
+    if wrong := [name for name, tile in tiles.items() if tile != whole.of(name)]:
+        raise ValueError(f"stage {wrong[0]!r} has {tiles[wrong[0]]} tiles, but others {whole}")
+
+
 def tiles(of: Problem, tiling: Tiling, rows_each: int = 1) -> tuple[int, int, int]:
     """Return the numbers of row tiles, column tiles, and pairs of both within one sequence."""
     t_r = t_c = pairs = 0

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from flashsim.problem.hardware import Device
 from flashsim.triton.installed import installed
 
@@ -56,7 +58,7 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 @contextmanager
 def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
-    """Replace Triton's driver by a `Driver` in the ``with`` block.
+    """Replace Triton's driver by a `Driver` in the ``with`` block; fill np.empty with NaN.
 
     With `available`, `torch.cuda.is_available` returns True, because many tests skip themselves
     without a GPU. The ``with`` statement yields a function that also replaces functions of torch
@@ -68,6 +70,8 @@ def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(vars(driver)))  # puts back all of its attributes
         driver.set_active(Driver())
+        for name in ("empty", "empty_like"):
+            stack.enter_context(mock.patch.object(np, name, _with_nan(getattr(np, name))))
         replaced: set[str] = set()
 
         def replace_imported() -> None:
@@ -82,6 +86,18 @@ def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
 
         replace_imported()
         yield replace_imported
+
+
+def _with_nan(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Fill new arrays of floats with NaN, so that reads of memory that nobody wrote show."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        array = make(*args, **kwargs)
+        if "float" in array.dtype.name:
+            array.fill(np.nan)
+        return array
+
+    return made
 
 
 def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
@@ -102,7 +118,7 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
                 args = tuple("cpu" if _on_gpu(x) else x for x in args)
             made = func(*args, **kwargs)
             if func in empties and made.dtype in with_nan:
-                made.fill_(float("nan"))  # so that it shows where a kernel reads what nobody wrote
+                made.fill_(float("nan"))  # as `_with_nan`
             return made
 
     empties = {torch.empty, torch.empty_like, torch.Tensor.new_empty}

@@ -17,6 +17,7 @@ from flashsim.own_kernels.names import paper_name
 from flashsim.triton import block_pointers
 from flashsim.triton import narrow_floats as floats
 from flashsim.triton.arguments import Arguments, Descriptor, Pointer
+from flashsim.triton.front_end import FrontEnd
 from flashsim.triton.hooks import HOOKED, checking, remembering
 from flashsim.triton.installed import installed, language_restored
 from flashsim.triton.lines import failure, in_library, reader_frame, tiles
@@ -76,6 +77,8 @@ class Interpreter:
         self.tuned = False  # whether a kernel had configurations to choose from
         self.atomic = False
         self._positive: set[int] = set()  # lines with exponentials of positive numbers
+        self._kernel: Any = None  # the launched JITFunction; none with TRITON_INTERPRET=1
+        self._front_end = FrontEnd()
         self._patched: set[int] | None = None  # ids of the globals that this launch has patched
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -96,17 +99,26 @@ class Interpreter:
                 put(interpreter, "_patch_lang", self._patching(interpreter._patch_lang))
                 put(interpreter, "_get_np_dtype", remembering(interpreter._get_np_dtype))
                 put(run, "rewrite", self._rewriting(run.rewrite))
-                put(jit, "run", lambda kernel, *a, **k: run(kernel.fn).run(*a, **k))
+                put(jit, "run", lambda kernel, *a, **k: self._run(kernel, run, *a, **k))
                 put(jit, "__call__", lambda kernel, *a, **k: run(kernel.fn)(*a, **k))
                 put(tuner, "run", self._tuning(tuner.run))
                 self._hook_builder()
                 yield
+            for text in self._front_end.notes():
+                self.recorder.note(text)
         finally:
             run.rewritten_fn.clear()
             run.rewritten_fn.update(rewritten)
             for scope, names in self._scopes.values():
                 for name in set(scope) - names:
                     del scope[name]
+
+    def _run(self, kernel: Any, interpreted: Any, *args: Any, **kwargs: Any) -> Any:
+        self._kernel = kernel
+        try:
+            return interpreted(kernel.fn).run(*args, **kwargs)
+        finally:
+            self._kernel = None
 
     def _put(self, obj: Any, name: str, value: Any) -> None:
         """Replace an attribute of an object in Triton's language until `entered` ends."""
@@ -321,6 +333,8 @@ class Interpreter:
             file=code.co_filename if code else "?",
             line=code.co_firstlineno if code else 0,
         )
+        if self._kernel is not None:
+            self._front_end.add(self._kernel, host)
         pointers = [p for p in self.arguments.pointers if p.code in taken.values()]
         self.memory.begin(pointers)
         for hook in executor.pre_run_hooks:

@@ -390,13 +390,6 @@ def test_a_device_of_your_own(x):
 # -- count ----------------------------------------------------------------------------------------
 
 
-def test_count_takes_the_tiling_that_run_takes(x):
-    trace = run(x, causal=True, trace=True, device="T4").trace
-    traffic = flashsim.count(trace.problem, device="T4")
-    assert traffic.tiling == trace.tiling
-    assert trace.diff(traffic) == {}
-
-
 def test_a_repeated_call_of_a_small_problem_goes_a_short_way():
     """Fewer than 300 Python calls outside the algorithm's own modules."""
     q = np.random.default_rng(0).standard_normal((1, 1, 64, 16), np.float32)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from refusals import refusals, refused
+from refusals import refuses
 
 import flashsim
 from flashsim import DecodeOptions, Problem
@@ -82,7 +82,7 @@ def test_lengths_on_a_gpu_are_not_read():
     assert DecodeOptions(cache_seqlens=lengths).keywords() == {"cache_seqlens": lengths}
 
 
-REFUSED = refusals(r"""
+test_what_cannot_be_is_refused = refuses(r"""
 DecodeOptions(split=3) -> UnknownArgumentError: did you mean 'splits'
 DecodeOptions(splits=0) -> OptionError: splits= must be an integer
 DecodeOptions(splits="fa4") -> OptionError: unknown splits='fa4'
@@ -114,8 +114,3 @@ predict(LONG, pack_gqa=False, **HOW)
     -> UnsupportedError: always packs the query heads ... leave out pack_gqa=
 predict(LONG, decode=DecodeOptions(shared_prefix=16), **HOW) -> UnsupportedError: shared_prefix
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_cannot_be_is_refused(call, said):
-    refused(call, said, globals())

@@ -217,50 +217,37 @@ def test_public_names_exist_and_are_sorted():
         assert getattr(flashsim, name) is not None
 
 
-ROOMS = (
-    *("backends", "banks", "blocks", "claims", "demo", "exercises", "l2", "ladder", "oracle"),
-    *("predict", "reproduce", "roofline", "softmax_matmul", "verify", "viz", "walkthrough"),
-)
-#: Each room is the first that its process names, though all come from one, which has imported what
-#: many of them need from elsewhere.
+#: Each module is the first that its process names: as an attribute, or in an import statement.
 FIRST_NAMED = """
-import os, sys, flashsim, numpy, matplotlib.pyplot
-for name in sys.argv[1:]:
-    if not os.fork():
-        print(eval(f"flashsim.{name}").__name__, flush=True)
-        exec(f"from flashsim import {name}")
-        os._exit(0)
-    assert os.wait()[1] == 0
-"""
-
-
-def test_rooms_are_there_when_first_named():
-    command = [sys.executable, "-c", FIRST_NAMED, *ROOMS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [line.split(".")[-1] for line in done.stdout.splitlines()] == [*ROOMS]
-
-
-#: Each module is imported, in a process of its own, by a statement that names it first.
-IMPORTED = """
 import importlib, os, sys, flashsim, numpy, matplotlib.pyplot
+
+def as_attribute(name):
+    assert eval(f"flashsim.{name}").__name__.split(".")[-1] == name
+    exec(f"from flashsim import {name}")
+
+def in_a_statement(name):
+    scope = {}
+    exec(f"import flashsim.{name} as module", scope)
+    module = scope["module"]
+    assert module is getattr(flashsim, name)
+    assert module is importlib.import_module(f"{flashsim._LATE[name]}.{name}")
+    assert module.__spec__.name == module.__name__
+    for public in getattr(module, "__all__", [])[:1]:
+        exec(f"from flashsim.{name} import {public}")
+
 for name in sys.argv[1:]:
-    if not os.fork():
-        exec(f"import flashsim.{name} as module")
-        assert module is getattr(flashsim, name)
-        assert module is importlib.import_module(f"{flashsim._LATE[name]}.{name}")
-        assert module.__spec__.name == module.__name__
-        for public in getattr(module, "__all__", [])[:1]:
-            exec(f"from flashsim.{name} import {public}")
-        os._exit(0)
-    assert os.wait()[1] == 0, name
+    for way in (as_attribute, in_a_statement):
+        if not os.fork():
+            way(name)
+            os._exit(0)
+        assert os.wait()[1] == 0, name
 """
 
 
-def test_import_statements_name_every_room():
+def test_every_room_is_there_when_first_named():
     rooms = [name for name in flashsim._LATE if name not in ("torch", "jax")]
     assert {*rooms} > {"predict", "oracle", "viz"}
-    command = [sys.executable, "-c", IMPORTED, *rooms]
+    command = [sys.executable, "-c", FIRST_NAMED, *rooms]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

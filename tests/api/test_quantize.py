@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import tensors
-from refusals import refusals, refused
+from refusals import refuses
 
 import flashsim
 from flashsim import OptionError, ShapeError, Tiling
@@ -237,7 +237,7 @@ def run_blocks(**options):
     return flashsim.run(BLOCKS.q, BLOCKS.k, BLOCKS.v, scales=BLOCKS.scales, **options)
 
 
-REFUSED = refusals(r"""
+test_what_cannot_be_quantised_or_scaled = refuses(r"""
 quantize(*inputs(d=24), rotate="hadamard")
     -> ShapeError: power of two, got 24; pad q and k with zeros to head_dim 32
 quantize(*PLAIN[:2], np.full((2, 2, 160, 32), np.inf, np.float32))
@@ -280,11 +280,6 @@ flashsim.ladder.climb(64, 64, 16, dtype="float8_e4m3fn") -> UnsupportedError:
 flashsim.distributed.Group(Problem(**FP8_PROBLEM), 4) -> UnsupportedError:
 simulate(print, X.q, X.k, X.v) -> UnsupportedError:
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_cannot_be_quantised_or_scaled(call, said):
-    refused(call, said, globals())
 
 
 def test_a_tiling_is_chosen_that_keeps_the_blocks_of_scales():

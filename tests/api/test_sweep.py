@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from refusals import refusals, refused
+from refusals import refuses
 
 import flashsim
 from flashsim import Device, FlashSimError, Problem, Tiling
@@ -147,7 +147,7 @@ def swept(n=64, **axes):
     return flashsim.sweep(n=n, **axes)
 
 
-REFUSED = refusals(r"""
+test_an_axis_no_point_could_have_is_refused = refuses(r"""
 swept([]) -> OptionError: n_q has no values
 swept(0) -> OptionError: n_q must be at least 1, got 0
 swept(64.5) -> DTypeError: n_q must be an integer or a list of integers, got 64.5 (float)
@@ -175,11 +175,6 @@ swept(path="/dev/null")
 """)
 
 
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_an_axis_no_point_could_have_is_refused(call, said):
-    refused(call, said, globals())
-
-
 # -- executors ------------------------------------------------------------------------------------
 
 
@@ -198,7 +193,7 @@ def test_processes_give_the_same_rows(tmp_path):
 def test_a_dask_cluster_gives_the_same_rows(tmp_path):
     distributed = pytest.importorskip("distributed")
     cluster = distributed.LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=True, dashboard_address=None
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
     )
     with cluster, distributed.Client(cluster) as client:
         with pytest.raises(FlashSimError, match="for a Dask client, pass"):
@@ -223,7 +218,7 @@ def test_a_worker_that_dies_leaves_the_rows_so_far_and_cancels_the_rest(tmp_path
         return measure(point)
 
     monkeypatch.setattr(sweep_module, "measure", failing)
-    lengths = list(range(64, 64 + 500))
+    lengths = list(range(64, 64 + 200))
     with (
         concurrent.futures.ThreadPoolExecutor(1) as executor,
         pytest.raises(RuntimeError, match="on fire"),
@@ -275,20 +270,6 @@ def test_rows_are_on_disk_as_they_come_and_an_interrupted_sweep_resumes(tmp_path
     ]
 
 
-def test_a_row_is_on_disk_before_the_next_point_begins(tmp_path, monkeypatch):
-    path = tmp_path / "rows.csv"
-    seen = []
-
-    def measure(point):
-        seen.append(len(lines_of(path)))
-        return point_module.measure(point)
-
-    monkeypatch.setattr(sweep_module, "measure", measure)
-    flashsim.sweep(**SMALL, path=path)
-
-    assert seen == list(range(1, 1 + 8))
-
-
 def test_errors_and_odd_text_survive_the_file(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     device = Device('a "small" chip, mine', sram_bytes=9_999, sram_per_sm=9_999)
@@ -315,19 +296,6 @@ def test_a_file_cut_anywhere_resumes(tmp_path):
     path.write_bytes(content + b"count,flash2,torn")  # and nothing left to run
     assert flashsim.sweep(**axes, path=path).rows == whole.rows
     assert path.read_bytes() == content
-
-
-def test_a_larger_sweep_builds_on_a_smaller_and_leaves_other_rows_alone(tmp_path, monkeypatch):
-    path = tmp_path / "rows.csv"
-    flashsim.sweep([64, 128], path=path)
-    before = path.read_text()
-
-    calls = stop_after(monkeypatch, 100)
-    result = flashsim.sweep([128, 256], path=path)
-
-    assert [point.n_q for point in calls] == [256]
-    assert [row["n_q"] for row in result] == [128, 256]
-    assert path.read_text().startswith(before)
 
 
 @pytest.mark.parametrize("content", ["name,grade\nAda,1\n", "name,gra", "\x00\xff binary"])

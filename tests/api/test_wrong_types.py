@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from refusals import refusals, refused
+from refusals import refuses
 
 import flashsim
 from flashsim import DTypeError, FlashSimError, Problem, Tiling
@@ -42,7 +42,6 @@ LABORATORY = cache(lambda: flashsim.precision.laboratory((64,), points=("s",), k
 CALLS = {
     "predict.when": {"problem": LARGE, "lengths": [128]},
     "predict.versions": {"problem": LARGE},
-    "predict.predict": {"problem": LARGE},
     "predict.spread": {"problem": LARGE, "ranks": 4},
     "predict.least": {"traffic": COUNTED},
     "blocks.sizes": {"problem": LARGE, "sides": (64,)},
@@ -58,18 +57,11 @@ CALLS = {
     "claims.overview": {"full": cache(lambda: flashsim.claims.table("268-times"))},
     "banks.access": {},
     "banks.table": {},
-    "ladder.climb": {"n_q": 64, "n_kv": 64, "head_dim": 16, "rungs": ("naive",)},
     "precision.draw": {"kind": "normal", "n": 64},
     "precision.laboratory": {"n": (64,), "points": ("s",), "kinds": ("normal",)},
     "precision.presets": {"n": 64},
-    "reproduce.tables": {"name": "bounds"},
-    "roofline.roofline": {"counted": COUNTED},
-    "roofline.ridge_points": {"device": "H100"},
-    "roofline.textbook_bytes": {"problem": SMALL, "algorithm": "flash2"},
     "softmax_matmul.count": {"batch": 1, "d1": 64, "d2": 64, "d3": 16},
     "softmax_matmul.run": {"x": q[None], "v": np.ones((1, 16, 4), np.float32)},
-    "l2.dram": {"requested": COUNTED},
-    "l2.L2Model": {},
     "merge": {"out_a": q, "lse_a": np.zeros(32, "f4"), "out_b": q, "lse_b": np.zeros(32, "f4")},
     "oracle.attention": {
         **{"q": q[None, None], "k": k[None, None], "v": v[None, None]},
@@ -83,9 +75,6 @@ CALLS = {
     "verify.Case": {"problem": SMALL},
     "distributed.count": {"problem": SPREAD, "ranks": 2},
     "warm": {},
-    "load_sample": {},
-    "random_inputs": {"problem": SMALL},
-    "count": {"problem": SMALL, "tiling": TILE},
     "quantize": {"q": q, "k": k, "v": v},
 }
 METHODS = [
@@ -186,7 +175,7 @@ def test_no_picture_ends_in_an_error_of_pythons(name, tmp_path, monkeypatch):
     plt.close("all")
 
 
-REFUSED = refusals(r"""
+test_what_was_wrong_what_was_given_what_would_do = refuses(r"""
 flashsim.predict.when(None)
     -> DTypeError: ^when(): problem must be Problem, got None (NoneType)
 flashsim.blocks.sizes(LARGE, sides=-1)
@@ -204,25 +193,19 @@ flashsim.oracle.attention(q[None, None], k[None, None, :-1], v[None, None], HEAD
 TRACE().to_perfetto("nosuch/trace.json")
     -> OptionError: cannot write ... : No such file ... the folder must exist
 """)
-#: The same, where Matplotlib is installed.
-DRAWN = refusals(r"""
-flashsim.viz.block_sizes(None)
-    -> DTypeError: must be the result of flashsim.blocks.sizes, got None
-flashsim.viz.gpu_timeline(SPANS, sms=[0]) -> DTypeError: sms must be tuple[ ... got
-flashsim.viz.gpu_timeline(SPANS, times=(1,)) -> DTypeError: times must be tuple[ ... got
-flashsim.viz.gpu_timeline(SPANS, sms="no") -> DTypeError: sms must be tuple[ ... got
-""")
 
 
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_was_wrong_what_was_given_what_would_do(call, said):
-    refused(call, said, globals())
-
-
-@pytest.mark.parametrize(("call", "said"), DRAWN)
-def test_a_picture_names_what_was_wrong(call, said):
+def spans(**how):
+    """Draw a timeline, where Matplotlib is installed."""
     pytest.importorskip("matplotlib")
-    refused(call, said, {"SPANS": flashsim.load_sample_trace()})
+    return flashsim.viz.gpu_timeline(flashsim.load_sample_trace(), **how)
+
+
+test_a_picture_names_what_was_wrong = refuses(r"""
+spans(sms=[0]) -> DTypeError: sms must be tuple[ ... got
+spans(times=(1,)) -> DTypeError: times must be tuple[ ... got
+spans(sms="no") -> DTypeError: sms must be tuple[ ... got
+""")
 
 
 def test_the_error_of_pythons_is_kept_as_the_cause():

@@ -1,11 +1,10 @@
 """benchmarks/decode.py, but for what needs a GPU."""
 
 import csv
-import subprocess
 import sys
 
 import pytest
-from repository import ROOT, script
+from repository import script
 
 bench = script("decode")
 
@@ -48,15 +47,15 @@ def test_what_falls_short_is_named(place, more, message):
     assert message in found
 
 
-def test_a_table_is_read_judged_and_drawn(tmp_path):
-    with (tmp_path / "t.csv").open("w", newline="") as file:
+def test_a_table_is_read_judged_and_drawn(tmp_path, monkeypatch, capsys):
+    table, drawn = tmp_path / "t.csv", tmp_path / "t.svg"
+    with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, bench.COLUMNS)
         writer.writeheader()
         writer.writerows([*GOOD, row("flashsim", 45.0, 1024, cache_MB=33)])
-    command = [sys.executable, ROOT / "benchmarks" / "decode.py", "--read", "t.csv"]
-    done = subprocess.run(
-        [*command, "--plot", "t.svg"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "All aims met.\n"
-    drawn = (tmp_path / "t.svg").read_text()  # texts are comments beside the glyphs
-    assert "1 query per head, d = 128" in drawn
+    given = ["decode.py", "--read", str(table), "--plot", str(drawn)]
+    monkeypatch.setattr(sys, "argv", given)
+    bench.main()
+    assert capsys.readouterr().out == "All aims met.\n"
+    # texts are comments beside the glyphs
+    assert "1 query per head, d = 128" in drawn.read_text()

@@ -18,7 +18,7 @@ from flashsim import Problem, Tiling
 from flashsim.backends.launch.device_tables import lower
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 from flashsim.engines.protocol import Job
-from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
+from flashsim.errors import OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 from flashsim.schedule.schedule import Schedule
 
@@ -292,44 +292,6 @@ def test_an_unknown_kernel_family_is_an_option_error(wrong, meant):
     x = np.zeros((8, 16), np.float16)
     with pytest.raises(OptionError, match=f"unknown kernel '{wrong}'.*did you mean '{meant}'"):
         flashsim.run(x, x, x, backend="cupy", kernel=wrong)
-
-
-def test_without_a_gpu_the_backend_says_what_is_missing():
-    cupy = pytest.importorskip("cupy")
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError:
-        x = np.zeros((8, 16), np.float32)
-        with pytest.raises(BackendUnavailable, match=r"finds no usable GPU.*nvidia-smi"):
-            flashsim.run(x, x, x, backend="cupy")
-    else:
-        pytest.skip("there is a GPU")
-
-
-def test_without_cupy_the_backend_says_what_to_install(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "flashsim.backends.cupy_gpu.engine", raising=False)
-    x = np.zeros((8, 16), np.float32)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'flashsim-attention\[cuda13\]'"):
-        flashsim.run(x, x, x, backend="cupy")
-
-
-def test_kernels_with_delays_compile_and_every_barrier_has_a_number():
-    """What tests/gpu/test_cupy_barriers.py runs on a GPU."""
-    pytest.importorskip("cupy")
-    from barriers import barriers, jittered
-
-    kernels = {
-        one.kernel.file: one.kernel
-        for name in ("fp16 256", "fp32 64")
-        for one in passes(PROBLEMS[name], H200)
-    }
-    del kernels["portable/backward_rows.cu"]  # no barriers
-    for file, kernel in kernels.items():
-        assert barriers(file)
-        assert not errors(kernel, (*kernel.options, "-arch=sm_90"), jittered(file, "B1"))
 
 
 def test_tf32_is_for_float32_and_says_so():

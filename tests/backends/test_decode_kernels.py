@@ -104,6 +104,20 @@ def test_the_measured_choices(batch, keys, page, splits, cluster, threads, stage
     assert decode_plan.plan(*given, replace(H200, compute_capability=(8, 0))).cluster == 1
 
 
+def test_a_cache_stays_in_l2_only_if_it_leaves_room():
+    """8 x 1,024 keys of 8 heads are 34 MB, 8 x 1,200 are 39 MB; 0.7 of the L2 is 37 MB."""
+    gpu = replace(H200, l2_bytes=50 << 20)
+    for keys, stays in ((100, 1), (1024, 1), (1200, 0), (4096, 0)):
+        given = Problem(1, 4096, 128, batch=8, **GROUPED), (keys,) * 8, gpu
+        for page in (0, 16):
+            made = decode_plan.plan(*given, page=page)
+            assert dict(made.kernel.constants)["FS_IN_L2"] == stays
+    # The lengths are read as it runs, so the whole cache counts.
+    for keys, stays in ((1024, 1), (4096, 0)):
+        made = decode_plan.dynamic(Problem(1, keys, 128, batch=8, **GROUPED), gpu)
+        assert dict(made.kernel.constants)["FS_IN_L2"] == stays
+
+
 def test_sequences_that_take_all_the_memory_gives_stay_whole():
     """64 blocks are 0.48 of 132 multiprocessors, 56 are 0.42; those in pages are split even so, and
     wide rows where a cluster merges."""

@@ -32,6 +32,7 @@ pytestmark = [
 GPU = replace(H200, multiprocessors=2)
 GROUP = {"heads": 2, "kv_heads": 1, "dtype": "bfloat16", "causal": True}
 VARLEN = {"cu_seqlens_q": (0, 70, 71, 170), "cu_seqlens_k": (0, 100, 103, 200)}
+VARLEN_LONG = {"cu_seqlens_q": (0, 70, 71, 330), "cu_seqlens_k": (0, 100, 103, 330)}
 PROBLEMS = {
     "groups": Problem(150, 110, 160, **GROUP),
     "window": Problem(130, 230, 136, 176, batch=2, dtype="float16", window=(60, 10)),
@@ -266,7 +267,7 @@ def compare(
     if not report:
         return passes
     how = {"device": ROOMY, "trace": True, "algorithm": algorithm, **options(p)}
-    tiling = passes[0].tables.schedule.tiling
+    tiling = Tiling.joined({one.stage.name: one.tables.schedule.tiling for one in passes})
     result = flashsim.run(*inputs, **how)
     simulated = result.backward(x["dout"], dlse=x.get("dlse"), tiling=tiling).trace
     for stage, expected in zip(stages, simulated.stages, strict=True):
@@ -289,6 +290,26 @@ def test_gradients_and_counts_where_warpgroups_are_alike(name):
     tiling, problem = ALIKE[name]
     _, fused, _ = compare(problem, tiling)
     assert dict(fused.kernel.constants)["FS_DEFERRED"] == 0
+
+
+#: dQ's own pass: tiles of 128 rows beside tiles of 64, rows without keys, an odd number of tiles.
+THREE_PASSES = {
+    "groups 128": (128, Problem(330, 200, 128, **GROUP)),
+    "window 96": (128, Problem(260, 140, 91, batch=2, dtype="float16", window=(60, 10))),
+    "varlen 80": (128, Problem(330, 330, 80, dtype="bfloat16", **VARLEN_LONG)),
+    "softcap": (128, Problem(150, 150, 96, dtype="bfloat16", softcap=5.0)),
+    "64 rows": (64, Problem(150, 200, 128, **GROUP)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("groups 128", "varlen 80") else thorough(n) for n in THREE_PASSES]
+)
+def test_gradients_and_counts_in_three_passes(name):
+    dq_rows, problem = THREE_PASSES[name]
+    _, dkdv, dq = compare(problem, Tiling(64, 128, dq_rows), "flash2")
+    tiles = [one.tables.schedule.tiling for one in (dkdv, dq)]
+    assert tiles == [Tiling(64, 128), Tiling(dq_rows, 128)]
 
 
 @pytest.mark.parametrize("name", ALIKE)

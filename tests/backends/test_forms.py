@@ -24,7 +24,7 @@ def test_of_shapes_not_fitted_to_the_faster_form_is_taken(forms, gpu):
     lost = np.array([forms.lost(row, gpu) for row in rows])
     times = np.array([(row.three, row.fused) for row in rows])
     either = (times / times.min(axis=1, keepdims=True) - 1).mean(axis=0)
-    assert len(rows) > 90
+    assert len(rows) > 50
     assert lost.mean() < either.min() / 5
     assert (lost > 0.02).mean() < 0.08
 
@@ -51,7 +51,7 @@ def test_a_rule_that_takes_the_other_form_is_judged_so(forms, monkeypatch, capsy
 def test_memory_of_less_bandwidth_makes_three_passes_of_what_passes_through_it(forms):
     """An H100's memory has 0.7 of an H200's: the same launches otherwise, L2 but for a sixth."""
     h200, h100 = (forms.gpu_of(Path(f"forms-{name}.csv")) for name in ("h200", "h100"))
-    p = forms.Shape(128, True, 512, 512, 32, 16, 16).problem
+    p = forms.Shape(128, False, 512, 512, 32, 16, 16).problem
     assert (forms.HOPPER.fuses(p, h200), forms.HOPPER.fuses(p, h100)) == (True, False)
     slower = dataclasses.replace(h200, hbm_bandwidth=h100.hbm_bandwidth)
     assert not forms.HOPPER.fuses(p, slower)

@@ -1,386 +1,31 @@
-"""The barriers of Hopper's fused backward in Python, without a GPU: its roles run on a CPU.
+"""The barriers of Hopper's backwards in Python, without a GPU: their roles run on a CPU."""
 
-The kernel runs as it is, in each role a thread, of one block or of a cluster's; what it calls is
-played. Tiles and sums are the visits that they are of, products read what is in shared memory from
-when they are queued until they are waited for, and who goes on at each step is drawn by lot. So a
-barrier that waits for the wrong phase shows, as does one that is left out; of the memory model
-nothing does.
-"""
-
-import random
-import threading
-from functools import partial
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("numba_cuda")
 
-from flashsim.backends.numba_gpu.hopper import backward, key_gradients, kv_outer
-from flashsim.backends.numba_gpu.hopper import smem_layout as layout
+from hopper_roles import (
+    DATA,
+    ITEMS,
+    NAMED,
+    OF_CLUSTER,
+    ROWS,
+    SHARED,
+    constants,
+    machine,
+    one_fails,
+    parts,
+    run_roles,
+    same,
+)
+
+from flashsim.backends.numba_gpu.hopper import backward, backward_roles, backward_wide
+from flashsim.backends.numba_gpu.hopper.smem_layout import ColumnsDivided, KeysOutside, Roles
 
 pytestmark = pytest.mark.promise("every barrier is needed")
-
-#: Visits of each item of a block, for each query head of its group.
-ITEMS = {1: (2, 0, 1, 3, 1, 0, 0, 5, 2, 1, 4), 2: (1, 0, 2, 3, 0, 1)}
-#: The same of items that a cluster has, one at a time.
-SHARED = {1: (0, 1, 3, 9), 2: (1, 5)}
-#: Tiles by rows and head_dim: scores' starts a visit early, dK a visit late, neither.
-SHAPES = {"early": (128, 64), "carried": (64, 128), "neither": (80, 128)}
-
-
-ROWS = 1 << 20  # of a query head
-DATA = 1 << 40  # where dV is; dK is at 0
-
-#: Roles of a block, a warp or a warpgroup each, and the first thread of the first one.
-THREADS = {"producer": 0, "statistics": 32, "sender": 64, "consumer": 128}
-#: What a block waits for besides mbarriers, by what `ignored` calls it: the number of a named
-#: barrier, or which of the cluster's it is.
-NAMED = {"tiles read": 6}
-OF_CLUSTER = ("begun", "laid down", "added up")
-
-
-class Stuck(Exception):
-    """Every role waits."""
-
-
-class Lots:
-    """Threads that run one at a time; the next one is drawn by lot, some more often than others."""
-
-    def __init__(self, seed):
-        self.draw, self.lock = random.Random(seed), threading.Lock()
-        self.ready, self.often, self.now, self.failed = {}, {}, None, None
-        self.mine, self.turns = threading.local(), {}
-
-    def run(self, roles):
-        threads = [threading.Thread(target=self._begin, args=role) for role in roles.items()]
-        self.often = {name: self.draw.choice((1, 10, 100)) for name in roles}
-        # A condition for each: only the thread whose turn it is wakes up.
-        self.turns = {name: threading.Condition(self.lock) for name in roles}
-        with self.lock:
-            self.ready = {name: lambda: True for name in roles}
-            self._pick()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.failed:
-            raise self.failed
-
-    def step(self, ready=lambda: True):
-        """Let others go on, until `ready` holds and the lot falls here."""
-        with self.lock:
-            self.ready[self.mine.role] = ready
-            self._pick()
-            self._mine()
-
-    def _begin(self, name, role):
-        self.mine.role = name
-        try:
-            with self.lock:
-                self._mine()
-            role()
-        except Exception as error:
-            self.failed = self.failed or error
-        with self.lock:
-            del self.ready[name]
-            self._pick()
-
-    def _mine(self):
-        while self.now != self.mine.role and not self.failed:
-            self.turns[self.mine.role].wait()
-        if self.failed:
-            raise self.failed
-
-    def _pick(self):
-        able = [name for name, ready in self.ready.items() if ready()]
-        if self.ready and not able:
-            self.failed = self.failed or Stuck(sorted(self.ready))
-        often = [self.often[name] for name in able]
-        self.now = self.draw.choices(able, often)[0] if able else None
-        for name in self.turns if self.failed else [self.now] if able else ():
-            self.turns[name].notify_all()
-
-
-class Cluster:
-    """Its blocks, and its barrier: a phase ends once all threads that have not ended have come."""
-
-    def __init__(self, lots, ignored):
-        self.lots, self.ignored, self.blocks = lots, ignored, []
-        self.came, self.phase, self.times = set(), 0, {}
-
-    def sync(self):
-        role = self.lots.mine.role
-        time = self.times[role] = self.times.get(role, -1) + 1
-        if OF_CLUSTER[time] in self.ignored:
-            return
-        self.came.add(role)
-        now = self.phase
-        self.lots.step(lambda: self.complete() or self.phase > now)
-
-    def complete(self):
-        done = bool(self.came) and self.came >= self.lots.ready.keys()
-        if done:
-            self.phase += 1
-            self.came.clear()
-        return done
-
-    def lives(self, rank):
-        """Whether a block has not ended, and its shared memory with it."""
-        return any(role[2] == rank for role in self.lots.ready)
-
-
-def apart_of(at):
-    """The bytes of a stage of each region; of dQ a warpgroup's, of one dO a chunk's."""
-    if isinstance(at, layout.OnChip):
-        return {"q": at.q_bytes, "k": at.k_bytes, "v": at.v_bytes}
-    scores = at.ds_bytes if isinstance(at, layout.KeysOutside) else at.scores_bytes
-    dout = at.block_q * 128 if isinstance(at, layout.Roles) else at.query_bytes
-    return {
-        **{"k": at.key_bytes, "v": at.key_bytes, "q": at.query_bytes, "dout": dout},
-        **{"p": scores, "ds": scores, "dq": at.dq_bytes},
-        **{"lse": at.block_q * 4, "delta": at.block_q * 4},
-    }
-
-
-def roles_of(at):
-    """A block's roles: name, and warpgroup (of senders: whose dQ they send)."""
-    senders = 1 if isinstance(at, layout.Roles) else 2
-    counts = {"producer": 1, "statistics": 1, "sender": senders, "consumer": at.groups}
-    return [(name, x) for name, count in counts.items() for x in range(count)]
-
-
-class Block:
-    """What a block's roles share: tiles in shared memory, barriers, products under way.
-
-    `heads` query heads have a key head; the barriers (by kind, or named ones by number) that are
-    `ignored` nobody waits for. Without a `cluster` its roles run alone, and not the kernel around
-    them.
-    """
-
-    def __init__(self, at, lots, heads, ignored, cluster=None):
-        self.at, self.lots, self.heads, self.memory, self.words = at, lots, heads, {}, {}
-        self.cluster, self.begun, self.laid = cluster, cluster is None, {}
-        if cluster:
-            self.rank = len(cluster.blocks)
-            cluster.blocks.append(self)
-        self.left = dict(at.barrier_arrivals)  # arrivals that end each mbarrier's phase
-        self.phase, self.named, self.waiting = dict.fromkeys(self.left, 0), {}, {}
-        counts = {kind: count for kind, (count, _) in at.arrivals.items() if kind in ignored}
-        self.ignored = [at.barrier(kind) + 8 * x for kind, n in counts.items() for x in range(n)]
-        self.passed = [NAMED.get(kind, kind) for kind in ignored]
-        # of each warpgroup: what a group of products reads
-        self.flying = {group: [] for group in range(at.groups)}
-        self.apart = apart_of(at)
-        self.owed = dict.fromkeys(self.left, 0)  # bytes of copies of each mbarrier
-        self.sent, self.stored = [], []
-
-    @property
-    def thread(self):
-        """The first one of the role."""
-        kind, number = self.lots.mine.role[:2]
-        return THREADS[kind] + number * (128 if kind == "consumer" else 32)
-
-    @property
-    def group(self):
-        """The warpgroup, of a consumer or of a warp that sends its dQ."""
-        return self.lots.mine.role[1]
-
-    def where(self, address):
-        """Region and stage of an address (see `apart_of`; of the forward's Q: warpgroup)."""
-        for name, size in self.at.regions.items():
-            first = self.at.region(name)
-            if first <= address < first + size:
-                return name, (address - first) // self.apart[name]
-        raise ValueError(address)
-
-    def begin(self, shared):
-        self.begun = True
-        self.lots.step()
-
-    def wait(self, barrier, parity):
-        assert self.begun, "a barrier that does not exist yet"
-        if barrier not in self.ignored:
-            self.lots.step(lambda: self.phase[barrier] % 2 != parity)
-
-    def arrive(self, barrier, condition):
-        """Of a warp, as a rule; of a whole warpgroup; or of all lanes with statistics."""
-        assert self.begun, "a barrier that does not exist yet"
-        if condition:
-            role = self.lots.mine.role[0]
-            full = self.at.barrier("full") if role == "statistics" else None
-            lanes = role == "statistics" and barrier in (full, full + 8)
-            self.left[barrier] -= 32 if lanes else 4 if role == "consumer" else 1
-            assert self.left[barrier] >= 0, "more arrivals than a phase takes"
-            if not self.left[barrier]:
-                self.left[barrier] = self.at.barrier_arrivals[barrier]
-                self.phase[barrier] += 1
-        self.lots.step()
-
-    def expect(self, barrier, nbytes):
-        """The producer arrives with the last of so many bytes, some of which may be there."""
-        self.owed[barrier] += nbytes
-        self.arrive(barrier, not self.owed[barrier])
-
-    def landed(self, barrier, nbytes):
-        self.expect(barrier, -nbytes)
-
-    def named_arrive(self, barrier, threads):
-        count, laps = self.named.get(barrier, (0, 0))
-        count += 128 if self.lots.mine.role[0] == "consumer" else 32
-        self.named[barrier] = (count % threads, laps + count // threads)
-        return laps
-
-    def sync_all(self):
-        """As many threads as roles."""
-        (count, laps), roles = self.named.get(0, (0, 0)), len(roles_of(self.at))
-        self.named[0] = ((count + 1) % roles, laps + (count + 1) // roles)
-        self.lots.step(lambda: self.named[0][1] > laps)
-
-    def named_sync(self, barrier, threads):
-        if barrier in self.passed:
-            return
-        laps = self.named_arrive(barrier, threads)
-        self.lots.step(lambda: self.named[barrier][1] > laps)
-
-    def read(self, *addresses):
-        """Queue a product that reads tiles; what is in them."""
-        places = [self.where(x) for x in addresses]
-        values = [self.memory.get(place) for place in places]
-        values = [dict(x) if isinstance(x, dict) else x for x in values]
-        product = SimpleNamespace(places=places, values=values, whole=True)
-        self.flying[self.group].append(product)
-        self.lots.step()
-        return product
-
-    def done(self, pending):
-        flying = self.flying[self.group]
-        while len(flying) > pending:
-            product = flying.pop(0)
-            product.whole = product.values == [self.memory.get(x) for x in product.places]
-            # dQ of an item's first visit reads what is there, and is not used.
-            assert product.whole or product.places[-1][0] == "ds", "overwritten while it is read"
-        self.lots.step()
-
-
-def ring(barriers, n):
-    """The barrier of a ring's stage for its n-th tile."""
-    return barriers + 8 * (n & 1)
-
-
-def machine(block, **more):
-    """What the kernels call of Hopper's own: registers and barriers as played, and `more`."""
-    return SimpleNamespace(
-        warpgroup=lambda: block.thread // 128,
-        warp=lambda: block.thread // 32,
-        registers=lambda *_, **__: lambda: None,
-        barriers_begin=lambda counts: block.begin,
-        cluster_sync=block.cluster and block.cluster.sync,
-        named_arrive=lambda n: lambda barrier: block.named_arrive(barrier, n) and None,
-        named_sync=lambda n: lambda barrier: block.named_sync(barrier, n),
-        get=lambda address: block.words[address],
-        put=block.words.__setitem__,
-        speaks=lambda: True,
-        map_address=lambda x: x,
-        uncounted=lambda x: x,
-        wait=block.wait,
-        wait_full=lambda b, n: block.wait(ring(b, n), n >> 1 & 1),
-        wait_free=lambda b, n: block.wait(ring(b, n), n >> 1 & 1 ^ 1),
-        arrive=block.arrive,
-        stage=ring,
-        expect=lambda count: lambda barrier: block.expect(barrier, count),
-        product_wait=lambda pending: lambda value: block.done(pending) or value,
-        round_operand=lambda *_: lambda s: s,
-        **more,
-    )
-
-
-def same(*visits):
-    """The visit that all of these are of."""
-    assert len(set(visits)) == 1, visits
-    return visits[0]
-
-
-def functions(scored):
-    """What the kernels call of mask and score functions; with `scored`, of a score function."""
-    made = dict.fromkeys(("mask", "masked_probabilities", "slope_alone"))
-    made |= {
-        "has_mask": False,
-        "has_score": scored,
-        "score": lambda a, b, h, s, *_: s,
-        "probabilities": lambda a, b, h, s, lse, *_: same(s, lse),
-        "slope": lambda a, b, h, s, ds, *_: same(s, ds),
-    }
-    return {
-        "fragment_functions": lambda *_, **__: SimpleNamespace(**made),
-        "first_rows_of": lambda kernel: lambda a, outer: (0, 0),
-    }
-
-
-def parts(block, half):
-    """What the kernels of `test_numba_wide_barriers` call, too: of Hopper's own, and gradients.
-
-    A thread has `half` numbers of dK, and as many of dV.
-    """
-    memory, at = block.memory, block.at
-
-    def copy_tile(rows, chunks, packed, blocks=1):
-        def copy(to, tensor_map, barrier, row, head, last):
-            name = block.where(to)
-            memory[name] = head if name[0] in "kv" else (head, row)
-            block.landed(barrier, rows * chunks * 128)
-
-        def copy_to_all(to, tensor_map, barrier, row, head, last):
-            for _ in range(block.rank, chunks, blocks):
-                for other in block.cluster.blocks:
-                    assert other.begun, "a barrier that does not exist yet"
-                    other.memory[other.where(to)] = head
-                    other.landed(barrier, rows * 128)
-
-        return copy if blocks == 1 else copy_to_all
-
-    def lay_down(n, apart):
-        def lay(place, sums):
-            for name in "k", "v", "q", "dout":
-                for stage in range(2):
-                    memory.pop((name, stage), None)
-            block.laid[place] = sums
-            block.lots.step()
-
-        return lay
-
-    def add_from(n, apart):
-        def add(sums, place, rank):
-            there, own = block.cluster.blocks[rank], at.region("k") + 128 * block.group * 4
-            which, first = divmod((place - own) // apart, half)
-            assert block.cluster.lives(rank), "a block that has ended"
-            assert own + which * half * apart in there.laid, "nothing is there yet"
-            assert first % (n // 2) == 0
-            block.lots.step()
-            return (*sums, (first, rank, there.laid[own + which * half * apart]))
-
-        return add
-
-    def store_output(bf16, n, row_of, later=False):
-        def store(to, row_bytes, sums, factors, key, stop, column=0):
-            block.stored.append((to // DATA, block.group, column, sums))
-            return 0
-
-        return store
-
-    def statistics(lse, delta, rows, unit):
-        visit = divmod(lse // 4, ROWS)
-        return visit, visit
-
-    return {"copy_tile": copy_tile, "store_output": store_output}, {
-        "load_statistics": lambda n: statistics,
-        "put_rows": lambda n: lambda address, rows: memory.update({block.where(address): rows}),
-        "unit_of_starts": lambda start: lambda scale: 1.0,
-        "reduce_wait_read": lambda: None,
-        **{"wait_turn": None, "pass_turn": None, "mask_columns": lambda *_: None},
-        **{"fence_shared": lambda: None, "lay_down": lay_down, "add_from": add_from},
-        "score_products": lambda *_: same,
-    }
 
 
 def played(block):
@@ -427,7 +72,7 @@ def played(block):
     def reduce_dq(tensor_map, source, column, row, head, last):
         visit = head, row - row % block.at.block_q  # a piece may begin at half of the tile's rows
         assert memory[block.where(source)] == visit, "another visit's dQ is sent"
-        block.sent.append((block.group, *visit))
+        block.sent.append((block.group, 0, block.at.d, *visit))
         block.lots.step()
 
     gradients = SimpleNamespace(
@@ -453,136 +98,192 @@ def played(block):
     }
 
 
-class Arguments(SimpleNamespace):
-    """A kernel's; addresses that nothing is at are 0."""
+def played_wide(block):
+    """What the kernels' modules call, by module."""
+    memory, at = block.memory, block.at
+    roles = isinstance(at, Roles)
 
-    def __getattr__(self, name):
+    def visit_of(address):
+        value = memory.get(block.where(address))
+        assert value is not None, "nothing is there yet"
+        return value
+
+    def queue_scores(*operands):
+        own, visited = operands if not roles else operands[::-1]
+        chunks = range(at.chunks if roles and block.where(visited)[0] == "dout" else 1)
+        values = block.read(own, *(visited + x * at.block_q * 128 for x in chunks)).values
+        key_head, visit, *others = values
+        assert visit is not None, "nothing is there yet"
+        assert visit[0] // block.heads == key_head, "another item's"
+        assert others in ([], [visit, visit]), "chunks of several visits"
+        return visit
+
+    def whole_scores(value):
+        """The visit of P or dS in shared memory."""
+        if roles:
+            return value
+        assert len(value) == 2, "a warpgroup's scores are missing"
+        return same(*value.values())
+
+    def store_scores(address, scores):
+        if roles:
+            memory[block.where(address)] = scores
+        else:
+            memory.setdefault(block.where(address), {})[block.group] = scores
+        block.lots.step()
+
+    def queue_columns(bf16, at, down, more):
+        parts = range(2 if at.narrow else 1)
+
+        def queue(*operands):
+            *sums, scores, tile, _ = operands
+            products = [block.read(scores, tile) for _ in parts]
+            if down:
+                return products
+            visit = whole_scores(products[0].values[0])
+            assert products[0].values[1] == visit, "another visit's"
+            return (*sums[0], visit)
+
+        return queue
+
+    def queue_sum(sums, chunk, scores):
+        tile, visit = block.read(chunk, scores).values
+        assert tile == visit is not None, "another visit's"
+        return (*sums, visit)
+
+    def stage(place, dq):
+        for product in dq:
+            assert product.whole, "dS was overwritten while it was read"
+        memory[block.where(place)] = whole_scores(dq[0].values[0])
+        block.lots.step()
+
+    def reduce_dq(rows, wide, packed):
+        def reduce(tensor_map, source, column, row, head, last):
+            assert memory.get(block.where(source)) == (head, row), "another visit's dQ is sent"
+            block.sent.append((block.group, column, wide, head, row))
+            block.lots.step()
+
+        return reduce
+
+    def add_columns(at, row_of):
+        def add(address, dq, rows, group):
+            for product in dq:
+                assert product.whole, "dS was overwritten while it was read"
+            visit = divmod(address // (at.d * 4), ROWS)
+            assert whole_scores(dq[0].values[0]) == visit, "another visit's dQ is added"
+            block.sent.append((group, 128 * group, 128, *visit))
+            return 0
+
+        return add
+
+    def copy_chunks(rows, chunks, packed):
+        def copy(to, tensor_map, full, free, parity, row, head, last):
+            for x in range(chunks):
+                block.wait(free + 8 * x, parity ^ 1)
+                block.expect(full + 8 * x, rows * 128)
+                memory["dout", x] = head, row
+                block.landed(full + 8 * x, rows * 128)
+
+        return copy
+
+    def store_columns(bf16, at, row_of):
+        def store(to, row_bytes, sums, factors, key, stop, group):
+            block.stored.append((to // DATA, group, 0, sums))
+            return 0
+
+        return store
+
+    def store_sums(to, row_bytes, low, middle, high, factor, start, stop):
+        assert low == middle == high, "chunks of several visits"
+        block.stored.append((to // DATA, 0, 0, low))
         return 0
 
-
-def arguments(heads, counts, mine):
-    """Those of a kernel whose items have `counts` visits, and whose block starts with `mine`."""
-    return Arguments(
-        **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
-        **{"n_q": ROWS, "scale": 1.0, "dk_data": 0, "dv_data": DATA},
-        **{"first": mine[0], "stop": mine[-1] + 1},
+    of_hopper, of_gradients = parts(block, at.d // 4)
+    hopper = machine(
+        block, copy_chunks=copy_chunks, queue_scores=lambda *_, **__: queue_scores, **of_hopper
     )
-
-
-def constants(at, blocks, scored, **more):
-    """The constants of a kernel with this shared memory."""
-    no = ("softcap", "ordered", "varlen", "left", "right", "timeline", "after", "more")
-    sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), at.d)
-    own = {"block_q": at.block_q, "block_k": at.block_k, "cluster": blocks, "scaled": scored}
-    return SimpleNamespace(**{**dict.fromkeys(no, 0), **sides, **own, "bf16": 1, **more})
-
-
-def replace_all(monkeypatch, module, block, items, walk, scored, played):
-    """Let a kernel's module call what is `played`."""
-    for name, value in {
-        **{"int32": int, "int64": int, "float32": float, "cuda": Cuda(block.cluster)},
-        **{"device": lambda f: f, "quotient": lambda x, y: x // y},
-        **{"shared_base": lambda: 0, "constants": lambda kernel: kernel},
-        **{"walk_functions": lambda *_, **__: walk, "rows_of": lambda c: (None, None)},
-        **{"item_functions": lambda *_, **__: items},
-        **{**functions(scored), **played(block)},
-    }.items():
-        for where in (module, key_gradients, kv_outer):
-            if hasattr(where, name):
-                monkeypatch.setattr(where, name, value)
-
-
-def item_functions(block, counts, numbers):
-    """Those of `items` and `walk`, of items of which `counts` says how many visits they have; after
-    its first one a block gets those of `numbers`."""
-    at = block.at
-    full, free = at.barrier("item_full"), at.barrier("item_free")
-
-    def take(shared, item):
-        block.wait(full + 8 * (item & 1), item >> 1 & 1)
-        return at.items + (item & 1) * layout.ITEM
-
-    def write(a, slot, number):
-        fields = {layout.WALK: number, layout.COUNT: counts[number], layout.END: ROWS}
-        for field in (layout.OUTER, layout.START, layout.STOP, layout.BASE, layout.FIRST):
-            block.words[slot + field] = 0
-        block.words.update({slot + field: value for field, value in fields.items()})
-
-    nothing = lambda *_: None  # noqa: E731
-    items = SimpleNamespace(
-        take=take,
-        leave=lambda shared, item, speaking: block.arrive(free + 8 * (item & 1), speaking),
-        write=write,
-        first=lambda a: a.first,
-        stop=lambda a: a.stop,
-        after=lambda a, counter: next(numbers, a.stop),
-        visits=nothing,
-        place=lambda row, stop, batch: (row, batch),
-        visit_stamps=nothing,
-        tile_stamps=nothing,
+    gradients = SimpleNamespace(
+        store_ds=lambda *_: store_scores, reduce_dq=reduce_dq, **of_gradients
     )
-    walk = SimpleNamespace(
-        visit=lambda a, visits, n: (n, False),
-        **dict.fromkeys(("report", "report_one", "stamp", "stamp_block"), nothing),
-        wait_for_what_ran_before=nothing,
-        let_what_runs_next_start=nothing,
+    wide_gradients = SimpleNamespace(
+        scores_place=lambda tile, group: tile,
+        column_probabilities=lambda *_: lambda s, lse, *_: (same(s, lse), s),
+        column_gradients=lambda *_: lambda p, dp, delta: same(p, dp, delta),
+        add_to_columns=same,
+        queue_columns=queue_columns,
+        add_columns=add_columns,
+        store_columns=store_columns,
+        load_rows=visit_of,
+        keys_place=lambda tile: tile,
+        store_probabilities=lambda *_: (
+            lambda place, s, lse, *_: store_scores(place, same(s, lse)) or s
+        ),
+        store_gradients=lambda *_: (
+            lambda place, p, dp, delta: store_scores(place, same(p, dp, delta))
+        ),
+        queue_dq=lambda *_: lambda ds, k: [block.read(ds, k)],
+        queue_sum=lambda *_: queue_sum,
+        store_sums=lambda *_: store_sums,
+        rows_place=lambda dq: dq,
+        stage_rows=lambda *_: stage,
     )
-    return items, walk
-
-
-class Cuda:
-    """Numba's `cuda`, of whichever role runs."""
-
-    def __init__(self, cluster):
-        self._cluster = cluster
-
-    @property
-    def _block(self):
-        return self._cluster.blocks[self._cluster.lots.mine.role[2]]
-
-    @property
-    def threadIdx(self):
-        return SimpleNamespace(x=self._block.thread)
-
-    @property
-    def blockIdx(self):
-        return SimpleNamespace(x=self._block.rank)
-
-    def syncthreads(self):
-        self._block.sync_all()
-
-    def syncwarp(self):
-        pass
-
-
-def run_roles(
-    monkeypatch, module, make, played, at, c, heads, seed, blocks, scored, *, ignored=(), item=None
-):
-    """Run all roles of a block that has all items, or of a cluster that has one, to their end.
-
-    `make` returns the kernel. Returns the cluster, and the visits of each of its items.
-    """
-    lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
-    cluster, mine = Cluster(lots, ignored), range(len(counts)) if item is None else (item,)
-    a, roles = arguments(heads, counts, mine), {}
-    for rank in range(blocks):
-        block = Block(at, lots, heads, ignored, cluster)
-        items, walk = item_functions(block, counts, iter(mine[1:]))
-        replace_all(monkeypatch, module, block, items, walk, scored, played)
-        kernel = make(c)
-        roles |= {(*role, rank): partial(kernel, *[0] * 5, a, 1) for role in roles_of(at)}
-    lots.run(roles)
-    assert not any(any(block.flying.values()) for block in cluster.blocks)
-    return cluster, {
-        x: tuple((x * heads + h, n * at.block_q) for h in range(heads) for n in range(counts[x]))
-        for x in mine
+    softmax = SimpleNamespace(scale_scores=lambda *_: lambda s, *_: s, mask_rows=lambda *_: None)
+    return {
+        **{"hopper": hopper, "gradients": gradients, "wide_gradients": wide_gradients},
+        **{"softmax": softmax, "mma_tiles": SimpleNamespace(zeros=lambda n: tuple)},
+        "tensor_gradients": SimpleNamespace(load_columns=lambda n: visit_of),
     }
 
 
-def one_fails(run, *what, times=20, **how):
-    """Assert that of so many draws of who goes on, one shows what a kernel lacks."""
-    with pytest.raises((AssertionError, Stuck)):
-        [run(*what, seed=seed, **how) for seed in range(times)]
+class Shape(NamedTuple):
+    """A kernel's shared memory, its module and what its constants are besides; what is played.
+
+    `pieces` are the first column and the width of each piece of dQ that a warpgroup sends.
+    """
+
+    at: Any
+    module: Any
+    make: str
+    played: Any
+    more: dict[str, int]
+    pieces: dict[int, list[tuple[int, int]]]
+
+    @property
+    def clustered(self):
+        """Whether several blocks may share an item."""
+        return self.module is not backward_roles
+
+
+def alike(block_q, d, deferred):
+    """Up to 128 columns: both warpgroups do the same."""
+    at = KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
+    more = {"fused": 1, "after": 1, "deferred": int(deferred)}
+    pieces = {g: [(0, d)] for g in (0, 1)}
+    return Shape(at, backward, "hopper_backward_kernel", played, more, pieces)
+
+
+def divided(d, fused):
+    """Beyond 128 columns, which are divided among the warpgroups."""
+    ranges = ((0, 128, 128),) if d == 256 else ((0, 128, 64), (64, 32, 32))
+    pieces = {g: [(at_0 + g * apart, n) for at_0, apart, n in ranges] for g in (0, 1)}
+    at, make = ColumnsDivided(64, 64, d, fused), "hopper_backward_wide_kernel"
+    return Shape(at, backward_wide, make, played_wide, {"fused": int(fused)}, pieces)
+
+
+#: Scores' starts a visit early, dK a visit late, neither; dQ a visit late. Warpgroups with roles.
+SHAPES = {
+    **{"early": alike(128, 64, False), "early, deferred": alike(128, 64, True)},
+    **{"carried": alike(64, 128, False), "carried, deferred": alike(64, 128, True)},
+    **{"neither": alike(80, 128, False), "neither, deferred": alike(80, 128, True)},
+    **{"192": divided(192, False), "192 fused": divided(192, True)},
+    **{"256": divided(256, False), "256 fused": divided(256, True)},
+    "roles": Shape(
+        *(Roles(64, 96, 192, 192), backward_roles, "hopper_backward_roles_kernel"),
+        *(played_wide, {"fused": 1}, {0: [(0, 192)]}),
+    ),
+}
+DEFERRED = [name for name in SHAPES if "deferred" in name]
+CLUSTERED = [name for name, shape in SHAPES.items() if shape.clustered]
 
 
 @pytest.fixture
@@ -590,73 +291,81 @@ def run(monkeypatch):
     """``run(shape, heads, seed)``: all roles of a block, which has all items, run to their end; or
     (`item`) of a cluster of so many `blocks`, which has that one. What they read is asserted."""
 
-    def of(shape, heads, seed, *, deferred, blocks=1, scored=False, **how):
-        block_q, d = SHAPES[shape]
-        at = layout.KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
-        c = constants(at, blocks, scored, fused=1, after=1, deferred=int(deferred))
-        cluster, visits = run_roles(
-            *(monkeypatch, backward, backward.hopper_backward_kernel, played, at, c),
-            *(heads, seed, blocks, scored),
-            **how,
-        )
+    def of(name, heads, seed, *, blocks=1, scored=False, **how):
+        at, module, make, calls, more, pieces = SHAPES[name]
+        c, kernel = constants(at, blocks, scored, **more), getattr(module, make)
+        given = monkeypatch, module, kernel, calls, at, c, heads, seed, blocks, scored
+        cluster, visits = run_roles(*given, **how)
         every = [visit for own in visits.values() for visit in own]
-        for g in range(2):
-            sent = [x for block in cluster.blocks for x in block.sent]
-            assert [x[1:] for x in sent if x[0] == g] == every
-        # Of both warpgroups, dK and dV of each item have all its visits.
+        sent = [x for block in cluster.blocks for x in block.sent]
+        for g, columns in pieces.items() if more["fused"] else ():
+            for column, wide in columns:
+                assert [x[3:] for x in sent if x[:3] == (g, column, wide)] == every
+        assert len(sent) == more["fused"] * len(every) * sum(map(len, pieces.values()))
+        # dK and dV of each item have all its visits.
         stored = sorted(x for block in cluster.blocks for x in block.stored)
         if blocks == 1:
             assert stored == sorted(
-                (w, g, 0, own) for w in (0, 1) for g in (0, 1) for own in visits.values()
+                (w, g, 0, own) for w in (0, 1) for g in pieces for own in visits.values()
             )
-        else:
-            places = [(w, g, x) for w in (0, 1) for g in (0, 1) for x in range(0, d, 32)]
-            assert [x[:3] for x in stored] == places
-            for *_, x, sums in stored:  # always in the same order
-                assert {first for first, _, _ in sums} == {x // 2}
-                assert [rank for _, rank, _ in sums] == list(range(blocks))
-                assert [visit for *_, share in sums for visit in share] == every
-                shares = [len(share) for *_, share in sums]
-                assert max(shares) <= min(shares) + 1
+            return
+        firsts = {g: [x for at_0, n in of_g for x in range(at_0, at_0 + n, 32)]
+                  for g, of_g in pieces.items()}  # fmt: skip
+        places = [(w, g, x) for w in (0, 1) for g in (0, 1) for x in sorted(firsts[g])]
+        assert [x[:3] for x in stored] == places
+        for _, g, column, sums in stored:  # always in the same order
+            assert {first for first, _, _ in sums} == {16 * firsts[g].index(column)}
+            assert [rank for _, rank, _ in sums] == list(range(blocks))
+            assert [visit for *_, share in sums for visit in share] == every
+            shares = [len(share) for *_, share in sums]
+            assert max(shares) <= min(shares) + 1
 
     return of
 
 
 @pytest.mark.parametrize("heads", ITEMS)
-@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_role_finds_what_it_waits_for(run, shape, deferred, heads):
+def test_every_role_finds_what_it_waits_for(run, shape, heads):
     """Of items without visits, of one, of two and of more, in a row."""
     for seed in range(6):
-        run(shape, heads, seed, deferred=deferred)
+        run(shape, heads, seed)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_role_finds_what_it_waits_for_with_a_score_function(run, shape, deferred):
+@pytest.mark.parametrize("shape", CLUSTERED)
+def test_every_role_finds_what_it_waits_for_with_a_score_function(run, shape):
     for seed in range(6):
-        run(shape, 2, seed, deferred=deferred, scored=True)
+        run(shape, 2, seed, scored=True)
+
+
+MBARRIERS = "full", "free", "kv_full", "k_free", "v_free"
+#: Barriers by shape: mbarriers, and the numbers of named ones (see the kernels' constants). With
+#: divided columns K is released together with V, which the producer waits for first.
+BARRIERS = {
+    **dict.fromkeys(DEFERRED, (*MBARRIERS, "ds_full", "ds_free")),
+    "192": ("full", "free", "kv_full", "v_free", 1),
+    "192 fused": ("free", 1, 2, 4),
+    # 4 is between a warpgroup's warps, which here are one role
+    "roles": (*MBARRIERS, "dout_full", "dout_free", 1, 2, 3, 5, 6),
+}
 
 
 @pytest.mark.parametrize(
-    "kind", ["ds_full", "ds_free", "full", "free", "kv_full", "k_free", "v_free"]
+    ("shape", "kind"), [(shape, kind) for shape, kinds in BARRIERS.items() for kind in kinds]
 )
-@pytest.mark.parametrize("shape", SHAPES)
 def test_without_a_barrier_some_do_not(run, shape, kind):
-    one_fails(run, shape, 1, deferred=True, ignored=(kind,))
+    one_fails(run, shape, 1, times=40, ignored=(kind,))
 
 
 @pytest.mark.parametrize("blocks", [2, 8])
 @pytest.mark.parametrize("heads", SHARED)
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_role_of_a_cluster_finds_what_it_waits_for(run, shape, deferred, heads, blocks):
+@pytest.mark.parametrize("shape", CLUSTERED)
+def test_every_role_of_a_cluster_finds_what_it_waits_for(run, shape, heads, blocks):
     """Blocks with a visit, with several and with none share an item, and add up dK and dV."""
     for item in range(len(SHARED[heads])):
-        run(shape, heads, item, deferred=deferred, blocks=blocks, item=item)
+        run(shape, heads, item, blocks=blocks, item=item)
 
 
 @pytest.mark.parametrize("kind", [*NAMED, *OF_CLUSTER])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*DEFERRED, "256"])
 def test_without_a_barrier_some_of_a_cluster_do_not(run, shape, kind):
-    one_fails(run, shape, 1, deferred=True, ignored=(kind,), blocks=2, item=3)
+    one_fails(run, shape, 1, ignored=(kind,), blocks=2, item=3)

@@ -1,7 +1,6 @@
 """The barriers of Hopper's forward in Python, without a GPU: its roles run on a CPU.
 
-As in `test_numba_barriers`, whose lots are drawn and whose block is used: tiles and sums are the
-visits that they are of.
+As those of the backwards in `test_numba_barriers`.
 """
 
 from functools import partial
@@ -11,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba_cuda")
 
-from test_numba_barriers import (
+from hopper_roles import (
     Arguments,
     Block,
     Lots,

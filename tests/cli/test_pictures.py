@@ -3,7 +3,6 @@
 import importlib.util
 from pathlib import Path
 
-import numpy as np
 import pytest
 import viz_cases as cases
 from commands import found, invoke, ok, refused, rows
@@ -14,7 +13,6 @@ import flashsim
 from flashsim import viz
 from flashsim.cli import pictures
 from flashsim.cli.pictures import KINDS
-from flashsim.viz.film.animation import Film
 
 pytestmark = pytest.mark.promise("command line equals library")
 
@@ -257,10 +255,3 @@ def test_a_plot_for_slides_is_two_files(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"x.png", "x.svg"}
     clash = "--slides chooses the size and resolution itself; leave out --dpi"
     assert clash in refused(*words, "--dpi", 200)
-
-
-def test_an_animation_names_the_gpu():
-    trace = flashsim.run(*np.zeros((3, 32, 8), np.float32), device="A100", trace=True).trace
-    film = Film(trace)
-    film.frame(0)
-    assert film.scenes[0].sram_text.get_text().startswith("SRAM of A100: ")

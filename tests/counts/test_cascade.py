@@ -5,12 +5,12 @@ import pytest
 from helpers import tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refusals import refusals, refused
+from refusals import refuses
 from test_flash_decode import DECODE, paged
 from test_traffic import agree, tilings
 
 import flashsim
-from flashsim import Problem, Tiling, Trace
+from flashsim import Problem, Tiling
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import Split
 
@@ -112,17 +112,6 @@ def test_parts_are_as_long_anywhere():
     assert s.merged.tolist() == [False, True, True, True]
 
 
-def test_a_trace_keeps_its_prefix(tmp_path):
-    x = shared([20, 30], 16)
-    r = flashsim.run(x.q, x.k, x.v, algorithm=DECODE, shared_prefix=16, trace=True,
-                     cache_seqlens=[20, 30], tiling=Tiling(4, 8), splits=2)  # fmt: skip
-    r.trace.save(tmp_path / "t.npz")
-    again = Trace.load(tmp_path / "t.npz")
-    assert again.problem.shared_prefix == 16
-    assert again.same_events(r.trace)
-    assert again.diff(again.predicted()) == {}
-
-
 X, POOL = shared([20, 30, 24], 16), np.zeros((7, 2, 10, 8), np.float32)
 OTHER = X.k.copy()
 OTHER[2, 1, 15, 3] += 1
@@ -141,7 +130,7 @@ def paged_run(prefix):
     return flashsim.run(X.q, POOL, POOL, **how)
 
 
-REFUSED = refusals(r"""
+test_what_cannot_be_shared_says_why = refuses(r"""
 run(OTHER, shared_prefix=16)
     -> OptionError: same in all batch entries, but those of k[2] differ from those of k[0]
 run(shared_prefix=22)
@@ -163,8 +152,3 @@ count(Problem(3, 17, **PACKED), algorithm=DECODE, level="dram")
 count(Problem(3, 17, **PACKED)) -> UnsupportedError: 'flash2' cannot merge partial results
 count(Problem(1, 17), shared_prefix=4) -> OptionError: 'flash2' does not take shared_prefix
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_cannot_be_shared_says_why(call, said):
-    refused(call, said, globals())

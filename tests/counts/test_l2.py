@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from l2_cases import small_device
-from refusals import refusals, refused
+from refusals import refuses
 
 import flashsim
 from flashsim import OptionError, Problem, Tiling, UnsupportedError, l2
@@ -151,7 +151,7 @@ def test_count_and_trace_speak_of_dram():
 
 
 DRAM = flashsim.count(Problem(64, head_dim=8), level="dram")
-REFUSED = refusals(r"""
+test_bad_models_and_questions_are_refused = refuses(r"""
 DRAM.bytes("load") -> OptionError: choose from read, write, pending
 DRAM.bytes("read", stage="backward") -> OptionError: unknown stage 'backward'
 count(LONG, level="l2") -> OptionError: choose from requested, dram
@@ -170,11 +170,6 @@ l2.L2Model(ways=None, partitions=2)
     -> OptionError: must have one partition, got partitions=2
 l2.L2Model(seed=-1) -> OptionError: seed must be at least 0
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_bad_models_and_questions_are_refused(call, said):
-    refused(call, said, globals())
 
 
 def test_too_much_to_replay_is_refused_before_its_visits_are_listed(monkeypatch):

@@ -35,9 +35,10 @@ RUNS = [(a, d) for a in ALGORITHMS for d in DIRECTIONS]
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @pytest.mark.parametrize(("algorithm", "direction"), RUNS)
-def test_requests_add_up_to_the_traffic(problem, algorithm, direction):
+@pytest.mark.parametrize("dq_rows", [None, 32])
+def test_requests_add_up_to_the_traffic(problem, algorithm, direction, dq_rows):
     traffic = flashsim.count(
-        problem, algorithm=algorithm, direction=direction, tiling=Tiling(16, 24)
+        problem, algorithm=algorithm, direction=direction, tiling=Tiling(16, 24, dq_rows)
     )
     tiles, parts = streams(traffic, l2.L2Model())
     found = {}

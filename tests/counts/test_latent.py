@@ -5,12 +5,12 @@ import pytest
 from helpers import Judge, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refusals import refusals, refused
+from refusals import refuses
 from test_flash_decode import DECODE, paged
 from test_traffic import agree, tilings
 
 import flashsim
-from flashsim import Problem, Tiling, Trace
+from flashsim import Problem, Tiling
 
 pytestmark = pytest.mark.promise("three counts equal")
 
@@ -72,17 +72,8 @@ def test_bytes_a_token_by_hand():
     assert a_token == {"latent": 1152, "gqa": 4096, "mha": 65_536}
 
 
-def test_a_trace_keeps_it(tmp_path):
-    x = tensors(1, 40, 12, heads=4, kv_heads=1)
-    r = flashsim.run(x.q, x.k, None, head_dim_v=8, algorithm=DECODE, trace=True)
-    r.trace.save(tmp_path / "t.npz")
-    again = Trace.load(tmp_path / "t.npz")
-    assert again.problem.latent
-    assert again.diff(again.predicted()) == {}
-
-
 X = tensors(1, 40, 12, heads=4, kv_heads=1)
-REFUSED = refusals(r"""
+test_what_it_is_not = refuses(r"""
 run(X.q, X.k, X.v, head_dim_v=8, algorithm=DECODE)
     -> OptionError: head_dim_v=8 means that V is the first columns of k, but v
 run(X.q, X.k, None, head_dim_v=13, algorithm=DECODE)
@@ -91,11 +82,6 @@ Problem(1, 40, 8, 9, latent=True) -> ShapeError: head_dim_v must be at most head
 count(MLA) -> UnsupportedError: 'flash2' loads K and V separately
 run(X.q, X.k, None, head_dim_v=8) -> OptionError: 'flash2' does not take head_dim_v
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_it_is_not(call, said):
-    refused(call, said, globals())
 
 
 def test_a_tiling_of_its_own_is_counted():

@@ -5,7 +5,7 @@ same bytes and FLOPs.
 
 import numpy as np
 import pytest
-from refusals import refusals, refused
+from refusals import refuses
 from test_traffic import agree
 
 import flashsim
@@ -70,18 +70,9 @@ def test_results_and_counts(name, tiling):
     assert one.trace.transfers == other.trace.transfers
 
 
-def test_a_saved_trace_knows_that_heads_are_packed(tmp_path):
-    p = Problem(head_dim=16, **SHAPES["causal"])
-    trace = flashsim.run(*arrays(p), pack_gqa=True, trace=True, **options(p)).trace
-    trace.save(tmp_path / "packed.json.gz")
-    loaded = flashsim.Trace.load(tmp_path / "packed.json.gz")
-    assert loaded.same_events(trace)
-    assert loaded.schedule.split.pack_gqa
-
-
 CAUSAL = Problem(head_dim=16, **SHAPES["causal"])
 X = arrays(CAUSAL)
-REFUSED = refusals(r"""
+test_what_is_refused_says_why = refuses(r"""
 run(*X, pack_gqa=3) -> DTypeError: pack_gqa must be True or False, got 3
 run(*X, pack_gqa=True, sinks=np.zeros(8, np.float32))
     -> UnsupportedError: pack_gqa=True does not support sinks ... leave out
@@ -92,11 +83,6 @@ run(*X, backend="numba", pack_gqa=True)
 run(*X, backend="numba", pack_gqa=1) -> DTypeError: pack_gqa must be True or False, got 1
 run(X[0][:, :, :0], *X[1:], pack_gqa=1) -> DTypeError: pack_gqa must be True or False, got 1
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_is_refused_says_why(call, said):
-    refused(call, said, globals())
 
 
 def test_none_leaves_packing_to_the_backend():

@@ -7,6 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+import test_extremes
 import tile_machine
 from helpers import Judge, Target, run_both, tensors
 from numba import njit
@@ -521,19 +522,7 @@ def test_a_row_of_the_largest_finite_scores_is_a_mean(emulated):
 
 
 def test_a_row_of_the_least_finite_scores_has_no_keys(emulated):
-    """As model code masks: a whole row of bias at finfo.min, and whole tiles of another row."""
-    x = tensors(20, 96, 8, bias=(1, 1), dtype="bfloat16")
-    low = ml_dtypes.finfo(ml_dtypes.bfloat16).min
-    x.bias[..., 0, :] = x.bias[..., 10, :40] = low
-    result = flashsim.run(x.q, x.k, x.v, bias=x.bias, backend="numba", **TILING)
-    gradients = result.backward(x.dout)
-    assert (result.out[:, :, 0] == 0).all()
-    assert np.isneginf(result.lse[:, :, 0]).all()
-    assert (gradients.dq[:, :, 0] == 0).all()
-    masked = np.where(x.bias == low, -np.inf, x.bias).astype(x.bias.dtype)
-    same = flashsim.run(x.q, x.k, x.v, bias=masked, backend="numba", **TILING)
-    np.testing.assert_array_equal(result.out, same.out)
-    np.testing.assert_array_equal(gradients.dv, same.backward(x.dout).dv)
+    test_extremes.check_least_finite_scores(NUMBA, "flash2", "bfloat16")
 
 
 def test_sums_of_scores_that_rise_overflow_no_sooner(emulated):

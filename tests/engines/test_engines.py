@@ -210,6 +210,7 @@ READ = {
     "flash1": ("q", "k", "v", "bias", "out"),
     "flash2": EVERY,
     "flash2-fused": EVERY,
+    "flash2-fused-first": EVERY,
 }
 
 

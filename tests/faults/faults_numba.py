@@ -36,10 +36,16 @@ ONE_KEY = ("gpu/test_gpu_grid.py::test_shapes[python-hopper-64-full-1x1]",)
 #: Some rows see nothing of the last tile that their row tile visits.
 EMPTY_TILES = ("gpu/test_hopper.py::test_features[more keys-64-python-hopper]",)
 CAUSAL = ("gpu/test_hopper.py::test_features", "-k", "causal-64-python")
-OF_MASKS = ("gpu/test_python_functions.py::test_masks", "-k", "documents and 64")
+OF_MASKS = ("gpu/test_functions.py::test_masks", "-k", "python and documents and 64")
 VARLEN = ("gpu/test_hopper.py::test_features", "-k", "varlen-64-python")
-COUNTS = ("gpu/test_numba_hopper.py::test_counts_are_the_simulators", "-k", "ragged-ascending")
-BITS = ("gpu/test_numba_hopper.py::test_two_hundred_runs_give_the_same_bits", "-k", "64-False")
+COUNTS = (
+    "gpu/test_hopper.py::test_counts_are_the_simulators",
+    *("-k", "python-hopper-ragged-96-ascending"),
+)
+BITS = (
+    "gpu/test_hopper.py::test_two_hundred_runs_give_the_same_bits",
+    *("-k", "python-hopper-4096-64 and full"),
+)
 DEFERRED = (
     "gpu/test_hopper.py::test_dq_of_a_visit_computed_in_the_next_one",
     *("-k", "causal-64-python"),
@@ -48,6 +54,7 @@ DEFERRED = (
 ROLES = ("backends/test_numba_barriers.py::test_every_role_finds_what_it_waits_for",)
 CLUSTER_ROLES = (
     "backends/test_numba_barriers.py::test_every_role_of_a_cluster_finds_what_it_waits_for",
+    *("-k", "early or carried or neither"),
 )
 FORWARD_ROLES = (
     "backends/test_numba_forward_barriers.py::test_every_role_finds_what_it_waits_for",
@@ -191,7 +198,7 @@ FAULTS = {
     "hopper-items-taken-twice": Fault(
         "the launch behind clusters begins with their items, not with the others",
         *(f"{NUMBA}.hopper.work_tiles", "return a.first if part else int32(0)", "return int32(0)"),
-        ("gpu/test_numba_hopper.py::test_launches_of_several_cluster_sizes",),
+        ("gpu/test_hopper.py::test_launches_of_several_cluster_sizes", "-k", "python"),
     ),
     # -- Hopper's backward: when ----------------------------------------------------------------
     "hopper-ds-not-awaited": Fault(
@@ -245,18 +252,18 @@ FAULTS = {
     "functions-gradient-of-half-a-warp": Fault(
         "the gradient of an element of the head lacks half of a warp's lanes",
         *(FUNCTIONS, "for mask in (1, 2, 4, 8, 16):", "for mask in (1, 2, 4, 8):"),
-        ("gpu/test_python_functions.py::test_scores", "-k", "alibi and 64"),
+        ("gpu/test_functions.py::test_scores", "-k", "python and alibi and 64"),
     ),
     "functions-head-of-the-group": Fault(
         "the backward calls functions with the first query head of a group",
         *(BACKWARD, "head = int32(member - batch * a.heads)"),
         *("head = int32((walk - batch * kv_heads) * a.group)",),
-        ("gpu/test_python_functions.py::test_scores", "-k", "relative and 64"),
+        ("gpu/test_functions.py::test_scores", "-k", "python and relative and 64"),
     ),
     "functions-sink-left-out": Fault(
         "the row sum lacks the sink",
         *(FORWARD, "        if sinks:\n", "        if False:\n"),
-        ("gpu/test_python_functions.py::test_sinks", "-k", "hopper"),
+        ("gpu/test_functions.py::test_sinks", "-k", "python and not tensor"),
     ),
     # -- the mma.sync kernels -------------------------------------------------------------------
     "mma-copies-not-waited-for": Fault(

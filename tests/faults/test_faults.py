@@ -43,7 +43,7 @@ def test_every_fault_has_a_name_of_its_own():
     ("returncode", "said", "shows"),
     [
         (1, "E   AssertionError: out", True),
-        (1, "E   test_numba_barriers.Stuck: [('consumer', 0, 0), ('producer', 0, 0)]", True),
+        (1, "E   hopper_roles.Stuck: [('consumer', 0, 0), ('producer', 0, 0)]", True),
         (1, "E   CUDARuntimeError: cudaErrorLaunchFailure: unspecified launch failure", True),
         (1, "E   AcceleratorError: CUDA error: an illegal memory access was encountered", True),
         (1, "E   BackendUnavailable: a kernel does not compile: ptxas error : ...", False),

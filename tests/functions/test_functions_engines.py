@@ -7,7 +7,6 @@ import pytest
 from function_fuzz import COMPILED, check_on_cpu, expected, found, same_counts
 from helpers import tensors
 
-import flashsim
 from flashsim import BlockMask, Problem, Tiling, count, functions, run
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 from flashsim.problem import oracle
@@ -219,16 +218,6 @@ def test_indices_count_from_the_start_of_a_packed_sequence(backend):
     assert np.allclose(gradients.captured["slopes"], slopes)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 70), (70, 1), (33, 100), (100, 33), (129, 128)])
-@pytest.mark.parametrize("backend", ["simulator", "numba"])
-def test_sizes(backend, sizes):
-    q, k, v, dout = drawn(*sizes, D, dtype="float64", heads=2)
-    how = {"score_mod": functions.softcap(3.0), "mask_mod": functions.streaming(3, 20)}
-    result = run(q, k, v, backend=backend, **how)
-    exact = expected(result, dout, np.zeros_like(result.lse))
-    judge(found(result, result.backward(dout)), exact)
-
-
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_rows_without_keys_are_zero_and_have_no_nan(backend):
     q, k, v, dout = arrays()
@@ -284,17 +273,6 @@ def test_values_that_change_in_place_are_seen():
     second = run(q, k, v, mask_mod=keep, backend="numba")
     assert not np.allclose(first.out, second.out)
     assert np.allclose(second.out, run(q, k, v, mask_mod=functions.padding([7, 5])).out)
-
-
-def test_a_saved_trace_keeps_its_functions(tmp_path):
-    q, k, v, _ = arrays()
-    trace = run(q, k, v, score_mod=score, mask_mod=mask, sinks=SINKS, trace=True).trace
-    trace.save(tmp_path / "functions.npz")
-    loaded = flashsim.Trace.load(tmp_path / "functions.npz")
-    assert loaded.problem == trace.problem
-    assert loaded.by_tensor() == trace.by_tensor()
-    assert loaded.flops() == trace.flops()
-    assert loaded.peak_sram() == trace.peak_sram()
 
 
 def test_what_is_refused():

@@ -163,16 +163,6 @@ def test_sums_are_those_of_the_listed_tiles(name):
         assert sums == expected
 
 
-def test_a_named_mask_has_the_tiles_of_its_function():
-    for named, function in (
-        ({"causal": True}, functions.causal(50)),
-        ({"window": (90, 0)}, functions.window(90, 0, 50)),
-    ):
-        one, other = Problem(650, 700, **named), Problem(650, 700, mask_mod=function)
-        for tiling in (Tiling(64, 64), Tiling(128, 32)):
-            assert tiles_of(one, tiling) == tiles_of(other, tiling)
-
-
 def test_a_million_tokens_are_classified_without_their_scores(monkeypatch):
     n = 1 << 20
     documents = np.sort(np.random.default_rng(0).integers(0, n // 1000, n)).astype(np.int32)

@@ -1,9 +1,19 @@
-"""The portable kernels' values on a GPU: against the float64 oracle, and equal bits each time."""
+"""Values of the kernels for any GPU, in C++ and in Python: beside float64, and bits each time."""
 
 import numpy as np
 import pytest
 from compiled import star
-from cupy_checks import FEATURES, MARKS, PORTABLE, check, check_bits, make, poisoned  # noqa: F401
+from cupy_checks import (  # noqa: F401
+    FEATURES,
+    MARKS,
+    PORTABLE,
+    check,
+    check_bits,
+    families,
+    make,
+    poisoned,
+    run,
+)
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -12,16 +22,24 @@ from flashsim.problem import oracle
 pytestmark = [*MARKS, pytest.mark.promise("twice plain attention's error")]
 
 
+def ways(*dtypes, in_python):
+    """A decorator for tests of (family, dtype): several types in C++, and one in Python."""
+    ((name,), marks, _) = families("python")[0]
+    every = [pytest.param(PORTABLE, dtype, id=dtype) for dtype in dtypes]
+    every.append(pytest.param(name, in_python, id=f"{in_python}-python", marks=marks))
+    return pytest.mark.parametrize(("family", "dtype"), every)
+
+
 @pytest.mark.parametrize("sides", [(64, 128), (128, 40), (192, 128), (37, 5)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_value_dims_and_padding(sides, dtype):
-    check(Problem(97, 129, *sides, heads=2, dtype=dtype, causal=True))
+@ways("bfloat16", "float32", in_python="bfloat16")
+def test_value_dims_and_padding(sides, family, dtype):
+    check(Problem(97, 129, *sides, heads=2, dtype=dtype, causal=True), family)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@ways("float16", "float32", in_python="float16")
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(name, dtype):
-    check(Problem(head_dim=64, dtype=dtype, **FEATURES[name]))
+def test_features(name, family, dtype):
+    check(Problem(head_dim=64, dtype=dtype, **FEATURES[name]), family)
 
 
 @pytest.mark.parametrize(("name", "head_dim"), star([*FEATURES], [64, 37, 80, 128, 192, 256]))
@@ -56,37 +74,27 @@ def test_tf32_is_used_when_allowed_and_not_otherwise():
 
 
 @pytest.mark.parametrize("kind", ["rising", "falling", "outliers"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_kinds_of_scores(kind, dtype):
-    check(Problem(300, 700, 64, heads=2, dtype=dtype), kind=kind)
+@ways("bfloat16", "float32", in_python="bfloat16")
+def test_kinds_of_scores(kind, family, dtype):
+    check(Problem(300, 700, 64, heads=2, dtype=dtype), family, kind=kind)
 
 
 @pytest.mark.parametrize(
     "tiling", [(16, 16), (32, 64), (48, 16), (64, 32), (96, 48), (128, 128), (128, 64), (16, 128)]
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_tiling_given_is_the_one_that_runs(tiling, dtype):
+@ways("bfloat16", "float32", in_python="bfloat16")
+def test_the_tiling_given_is_the_one_that_runs(tiling, family, dtype):
     p = Problem(150, 201, 64, heads=2, dtype=dtype, causal=True)
     # float32's backward tiles are twice as large: the largest is more than a block can have.
     backward = Tiling(*(min(side, 64) for side in tiling))
-    check(p, tiling=Tiling(*tiling), backward_tiling=backward)
-    x = make(p)
-    result = flashsim.run(
-        x["q"],
-        x["k"],
-        x["v"],
-        backend="cupy",
-        kernel="portable",
-        tiling=Tiling(*tiling),
-        causal=True,
-        trace=True,
-    )
+    check(p, family, Tiling(*tiling), backward)
+    result = run(p, make(p), family, tiling=Tiling(*tiling), trace=True)
     assert result.trace.tiling == Tiling(*tiling)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@ways("bfloat16", "float32", in_python="bfloat16")
 @pytest.mark.promise("deterministic")
-def test_two_hundred_runs_give_the_same_bits(dtype, head_dim):
+def test_two_hundred_runs_give_the_same_bits(family, dtype, head_dim):
     p = Problem(300, 400, head_dim, heads=3, dtype=dtype, causal=True)
-    check_bits(p, PORTABLE, forms=(True,))
+    check_bits(p, family, forms=(True,))

@@ -7,6 +7,7 @@ from cupy_checks import MARKS, cupy, make, poisoned  # noqa: F401
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.errors import BackendUnavailable, DTypeError, TilingError, UnsupportedError
+from flashsim.problem import oracle
 from flashsim.problem.masks import BlockMask
 
 pytestmark = [*MARKS, pytest.mark.promise("layout changes nothing")]
@@ -63,6 +64,40 @@ def test_backward_from_what_was_kept(library, dv):
         assert (one == other).all()
 
 
+def test_torch_tensors_come_back_from_the_kernels_in_python_with_the_same_values():
+    pytest.importorskip("numba_cuda")
+    torch = pytest.importorskip("torch")
+    p = Problem(100, 120, 64, batch=2, heads=2, dtype="float16", causal=True)
+    x = make(p)
+    host = flashsim.run(x["q"], x["k"], x["v"], backend="numba_cuda", causal=True)
+    x = {name: torch.as_tensor(a, device="cuda") for name, a in x.items()}
+    result = flashsim.run(x["q"], x["k"], x["v"], backend="numba_cuda", causal=True)
+    assert isinstance(result.out, torch.Tensor)
+    assert result.out.dtype == torch.float16
+    np.testing.assert_array_equal(result.out.cpu().numpy(), host.out)
+
+
+@pytest.mark.parametrize("library", ["numpy", "cupy", "torch"])
+def test_teaching_kernels_give_back_what_they_were_given(library):
+    pytest.importorskip("numba_cuda")
+    p = Problem(70, 90, 32, heads=2, dtype="float32", causal=True)
+    host = make(p)
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        x = {name: torch.as_tensor(a, device="cuda") for name, a in host.items()}
+    else:
+        x = host if library == "numpy" else {name: cupy.asarray(a) for name, a in host.items()}
+    result = flashsim.run(x["q"], x["k"], x["v"], backend="numba_cuda", causal=True)
+    grads = result.backward(x["dout"])
+    assert result.kernel == "teaching"
+    exact = oracle.gradients(host["q"], host["k"], host["v"], host["dout"], p)
+    for name in ("dq", "dk", "dv"):
+        got = getattr(grads, name)
+        assert type(got) is type(x["q"])
+        got = got.cpu().numpy() if library == "torch" else cupy.asnumpy(got)
+        np.testing.assert_allclose(got, exact[name], rtol=0, atol=1e-4)
+
+
 def test_cupy_arrays_come_back_as_cupy():
     p = Problem(64, 64, 32, heads=1, dtype="float16")
     x = {name: cupy.asarray(a) for name, a in make(p).items()}
@@ -73,6 +108,30 @@ def test_cupy_arrays_come_back_as_cupy():
     assert result.out.shape == (64, 32)
     assert result.lse.shape == (64,)
     assert result.backward(x["dout"][0, 0]).dv.dtype == np.float16
+
+
+def test_cupy_arrays_on_the_same_memory_again():
+    """The third call repeats a launch, which reads the memory as it is now."""
+    x = {name: cupy.asarray(a) for name, a in make(Problem(100, 120, 64, dtype="float16")).items()}
+    q, k, v = (x[name] for name in "qkv")
+
+    def ran():
+        result = flashsim.run(q, k, v, backend="cupy")
+        got = result.backward(x["dout"])
+        return [a.get() for a in (result.out, result.lse, got.dq, got.dk, got.dv)]
+
+    first = ran()
+    for _ in range(4):
+        assert all(map(np.array_equal, ran(), first))
+    q *= 2
+    other = ran()
+    assert not np.array_equal(other[0], first[0])
+    fresh = flashsim.run(q.copy(), k.copy(), v.copy(), backend="cupy")
+    np.testing.assert_array_equal(other[0], fresh.out.get())
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        elsewhere = ran()
+        stream.synchronize()
+    assert all(map(np.array_equal, elsewhere, other))
 
 
 def test_unaligned_rows_are_copied_not_misread():

@@ -19,21 +19,16 @@ from flashsim.trace.events import PHASES
 pytestmark = [*MARKS, pytest.mark.promise("twice plain attention's error")]
 
 
-def options(case):
-    p = case.problem
-    names = ("causal", "window", "softcap", "scale")
-    return {name: getattr(p, name) for name in names} | {
-        "algorithm": "flash-decode",
-        "backend": "cupy",
-        "cache_seqlens": case.lengths,
-    }
-
-
 def run(case, x, **more):
-    given = options(case) | more
+    """Decode a case, of latent attention, too, whose values are part of the keys."""
+    p = case.problem
+    given = {name: getattr(p, name) for name in ("causal", "window", "softcap", "scale")}
+    given |= {"algorithm": "flash-decode", "backend": "cupy", "cache_seqlens": case.lengths, **more}
     if case.page:
         given["block_table"] = x["table"]
-    return flashsim.run(x["q"], x["k"], x["v"], **given)
+    if p.latent:
+        given["head_dim_v"] = p.head_dim_v
+    return flashsim.run(x["q"], x["k"], x.get("v"), **given)
 
 
 def check(case, **more):
@@ -130,17 +125,8 @@ def test_a_shared_prefix(splits, n_q, d, page):
     x = case.make()
     result = run(case, x, splits=splits, shared_prefix=case.prefix)
     case.check(x, result.out, result.lse)
-    x = {name: cupy.asarray(a) for name, a in x.items()}
-    given = {"cache_seqlens": case.lengths, "splits": splits, "shared_prefix": case.prefix}
-    if page:
-        given["block_table"] = x["table"]
-    p = case.problem
-    job = Job(p, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=given)
-    space = arrays.space_of({"q": x["q"]}, p.dtype)
-    gpu = engine.gpu_of(space.device)
-    n = None if splits == "auto" else splits
-    made = family.plan(p, case.lengths, gpu, n, page, counts=True, prefix=case.prefix)
-    assert decode.counted(job, gpu, space) == simulated(made, case)
+    counted, launched = counted_bytes(case, splits)
+    assert counted == simulated(launched, case)
 
 
 def test_a_batch_that_shares_nearly_all():
@@ -275,16 +261,17 @@ def test_a_page_that_the_pool_has_not():
 
 def counted_bytes(case, splits):
     """The bytes that a launch's kernels report, and its plan."""
-    x = {name: cupy.asarray(a) for name, a in case.make().items()}
+    x, p = {name: cupy.asarray(a) for name, a in case.make().items()}, case.problem
     given = {"cache_seqlens": case.lengths, "splits": splits}
-    if case.page:
-        given["block_table"] = x["table"]
-    job = Job(case.problem, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=given)
-    space = arrays.space_of({"q": x["q"]}, case.problem.dtype)
+    given |= {"block_table": x["table"]} if case.page else {}
+    given |= {"shared_prefix": case.prefix} if case.prefix else {}
+    v = x["k"][..., : p.head_dim_v] if p.latent else x["v"]
+    job = Job(p, x["q"], x["k"], v, algorithm=family.ALGORITHM, options=given)
+    space = arrays.space_of({"q": x["q"]}, p.dtype)
     gpu = engine.gpu_of(space.device)
     n = None if splits == "auto" else splits
-    plan = family.plan(case.problem, case.lengths, gpu, n, case.page, counts=True)
-    return decode.counted(job, gpu, space), plan
+    how = {"counts": True, "prefix": case.prefix}
+    return decode.counted(job, gpu, space), family.plan(p, case.lengths, gpu, n, case.page, **how)
 
 
 @pytest.mark.parametrize("page", [0, 1, 3, 16])
@@ -325,20 +312,18 @@ def test_counted_bytes_are_the_simulators(name, splits, page):
 def test_a_trace_is_the_simulators(name, splits, page):
     more = {"n_q": 1, "d": 128, "dtype": "bfloat16", **COUNTED[name]}
     case = ragged(3, 2500, page=page, **more)
+    check_trace(case, splits)
+
+
+def check_trace(case, splits):
+    """Check that a trace has the closed form's bytes, and the simulator's events."""
     x = case.make()
     trace = run(case, x, splits=splits, trace=True).trace
     assert trace.backend == "cupy"
     assert trace.diff(trace.predicted()) == {}
-    given = {
-        **options(case),
-        "backend": "simulator",
-        "device": Device.get("H200").with_sram(1 << 24),
-    }
-    if page:
-        given["block_table"] = x["table"]
-    simulated_one = flashsim.run(
-        x["q"], x["k"], x["v"], splits=splits, tiling=trace.tiling, trace=True, **given
-    ).trace
+    device = Device.get("H200").with_sram(1 << 24)
+    given = {"backend": "simulator", "device": device, "tiling": trace.tiling}
+    simulated_one = run(case, x, splits=splits, trace=True, **given).trace
     assert trace.problem == simulated_one.problem
     assert trace.same_events(simulated_one)
 

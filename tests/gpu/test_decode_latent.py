@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 from cupy_checks import MARKS, poisoned  # noqa: F401
 from decode_cases import Case, moved, simulated
+from test_decode import check_trace, counted_bytes, run
 
-import flashsim
-from flashsim import Device, Problem
-from flashsim.backends.cupy_gpu import arrays, decode, engine
-from flashsim.backends.launch_policy import decode_plan as family
-from flashsim.engines.protocol import Job
+from flashsim import Problem
+from flashsim.backends.cupy_gpu import engine
 from flashsim.errors import UnsupportedError
 
 pytestmark = [*MARKS, pytest.mark.promise("three counts equal", "twice plain attention's error")]
@@ -31,15 +29,6 @@ def mla(batch, n, n_q=1, d=576, dv=512, heads=128, page=0, dtype="bfloat16", **m
     )
     lengths = tuple(max(n_q, n - b * (n // batch)) for b in range(batch))
     return Case(p, lengths, page)
-
-
-def run(case, x, **more):
-    p = case.problem
-    given = {name: getattr(p, name) for name in ("causal", "window", "softcap", "scale")}
-    given |= {"algorithm": "flash-decode", "backend": "cupy", "cache_seqlens": case.lengths}
-    if case.page:
-        given["block_table"] = x["table"]
-    return flashsim.run(x["q"], x["k"], None, head_dim_v=p.head_dim_v, **given, **more)
 
 
 def judged(case, x, out, lse):
@@ -114,38 +103,15 @@ def test_a_page_that_the_pool_has_not():
 def test_counted_bytes_are_the_simulators(n_q, splits, page):
     case = mla(3, 700, n_q, page=page, dtype="float16")
     case = Case(case.problem, (0, *case.lengths[1:]), page)
-    x = {name: cupy.asarray(a) for name, a in case.make().items()}
-    p = case.problem
-    given = {"cache_seqlens": case.lengths, "splits": splits}
-    if page:
-        given["block_table"] = x["table"]
-    v = x["k"][..., : p.head_dim_v]
-    job = Job(p, x["q"], x["k"], v, algorithm=family.ALGORITHM, options=given)
-    space = arrays.space_of({"q": x["q"]}, p.dtype)
-    gpu = engine.gpu_of(space.device)
-    n = None if splits == "auto" else splits
-    made = family.plan(p, case.lengths, gpu, n, page, counts=True)
-    counted = decode.counted(job, gpu, space)
-    assert counted == moved(made, case)
-    assert counted == simulated(made, case)
+    counted, launched = counted_bytes(case, splits)
+    assert counted == moved(launched, case) == simulated(launched, case)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("page", [0, 16])
 def test_a_trace_is_the_simulators(page, splits):
     case = mla(2, 300, heads=70, page=page)
-    case = Case(case.problem, (300, 260), page)
-    x = case.make()
-    trace = run(case, x, splits=splits, trace=True).trace
-    assert trace.diff(trace.predicted()) == {}
-    given = {"cache_seqlens": case.lengths, "head_dim_v": 512, "splits": splits}
-    if page:
-        given["block_table"] = x["table"]
-    simulated_one = flashsim.run(
-        *(x["q"], x["k"], None), algorithm="flash-decode", tiling=trace.tiling, trace=True,
-        device=Device.get("H200").with_sram(1 << 24), **given,
-    ).trace  # fmt: skip
-    assert trace.same_events(simulated_one)
+    check_trace(Case(case.problem, (300, 260), page), splits)
 
 
 def test_what_is_refused():

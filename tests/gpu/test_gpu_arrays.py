@@ -130,9 +130,10 @@ def test_what_cupy_cannot_take_is_said(failure, monkeypatch):
 
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
-def test_dlpack_without_a_gpu_says_that_there_is_none():
-    with pytest.raises(BackendUnavailable, match="finds no usable GPU"):
-        flashsim.run(*[Elsewhere()] * 3, backend="cupy")
+@pytest.mark.parametrize("x", [Elsewhere(), np.zeros((8, 16), np.float32)], ids=["dlpack", "numpy"])
+def test_without_a_gpu_it_is_said_that_there_is_none(x):
+    with pytest.raises(BackendUnavailable, match=r"finds no usable GPU.*nvidia-smi"):
+        flashsim.run(x, x, x, backend="cupy")
 
 
 # -- on a GPU -------------------------------------------------------------------------------------

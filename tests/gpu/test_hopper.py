@@ -1,12 +1,13 @@
 """The Hopper kernels on a GPU: against the float64 oracle, the closed-form counts, and themselves.
 
-What `test_cupy.py` asks of the portable kernels, at the Hopper kernels' tiles. Races hide, and the
-sanitizer sees no asynchronous copies: so results are compared bit by bit over many runs, and shared
-memory is filled with NaN in between.
+What `test_cupy.py` asks of the portable kernels, at the Hopper kernels' tiles, in C++ and in Python
+(test_numba_hopper.py has what only the latter do). Races hide, and the sanitizer sees no
+asynchronous copies: so results are compared bit by bit over many runs, and shared memory is filled
+with NaN in between.
 """
 
 from dataclasses import replace
-from functools import partial
+from itertools import product
 
 import cupy_checks
 import numpy as np
@@ -41,9 +42,35 @@ pytestmark = [
     *ON_HOPPER,
     pytest.mark.promise("three counts equal", "twice plain attention's error"),
 ]
-run = partial(cupy_checks.run, family=HOPPER)
+
+
+def run(problem, x, family=HOPPER, **more):
+    return cupy_checks.run(problem, x, family, **more)
+
+
 #: The C++ kernels, and those in Python.
 BOTH = pytest.mark.parametrize("family", families("hopper", "python-hopper"))
+
+
+def both(names, cases, in_python):
+    """Like `BOTH`, for a test of cases, of which the kernels in Python have others."""
+    made = []
+    for one, every in zip(families("hopper", "python-hopper"), (cases, in_python), strict=True):
+        for case in every:
+            case = case if hasattr(case, "marks") else pytest.param(*case)
+            values, told = (*one.values, *case.values), "-".join(map(str, (one.id, *case.values)))
+            made.append(pytest.param(*values, marks=[*one.marks, *case.marks], id=told))
+    return pytest.mark.parametrize(("family", *names), made)
+
+
+def policy_of(family):
+    """The launch policy of a family of Hopper's kernels."""
+    if family.backend == "cupy":
+        return hopper.HOPPER
+    from flashsim.backends.numba_gpu import launch_policy
+
+    return launch_policy.HOPPER
+
 
 RNG = np.random.default_rng(0)
 FEATURES = {
@@ -133,16 +160,18 @@ def test_the_fastest_form_of_short_sequences():
         assert result.backward(dout).trace.algorithm == "flash2"
 
 
+@BOTH
 @pytest.mark.parametrize("blocks", CLUSTERS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks", "one visit"]
 )
-def test_every_cluster(name, head_dim, blocks, choose):
+def test_every_cluster(name, head_dim, blocks, family, choose):
     choose_clusters(choose, blocks)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    check(p, HOPPER)
-    check_counts(p, HOPPER)
+    assert clusters_of(family, p) == (blocks,)
+    check(p, family)
+    check_counts(p, family)
 
 
 @pytest.fixture
@@ -151,21 +180,23 @@ def by_columns(monkeypatch):
     monkeypatch.setattr(hopper, "HOPPER_FUSED_WIDE", {Tiling(64, 64): Times(1.0, 1.0)})
 
 
-WIDE_IN_CLUSTERS = ["1 x 1", "causal", "more keys", "window", "varlen", "softcap", "blocks"]
-
-
-@pytest.mark.parametrize("blocks", [2, 4, 8])
-@pytest.mark.parametrize("head_dims", [(160, 136), (192, 192), (200, 256)])
-@pytest.mark.parametrize("name", WIDE_IN_CLUSTERS)
+@both(
+    ("head_dims", "blocks"),
+    product([(160, 136), (192, 192), (200, 256)], [2, 4, 8]),
+    product([(160, 136), (200, 256)], [2, 8]),
+)
+@pytest.mark.parametrize(
+    "name", ["1 x 1", "causal", "more keys", "window", "varlen", "softcap", "blocks"]
+)
 @pytest.mark.usefixtures("by_columns")
-def test_every_cluster_that_divides_columns(name, head_dims, blocks, choose):
+def test_every_cluster_that_divides_columns(name, head_dims, blocks, family, choose):
     """With blocks that have no visit among them."""
     choose_clusters(choose, blocks)
     choose("fuses", lambda self, problem, gpu: max(head_dims) <= 192)
     p = Problem(head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16", **FEATURES[name])
-    assert clusters_of(hopper.HOPPER, p) == (blocks,)
-    check(p, HOPPER)
-    check_counts(p, HOPPER)
+    assert clusters_of(family, p) == (blocks,)
+    check(p, family)
+    check_counts(p, family)
 
 
 @BOTH
@@ -210,6 +241,28 @@ def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, family, choose):
     check_counts(p, fused)
 
 
+#: The three passes with taller tiles in dQ's own pass.
+TALL_DQ, THREE_PASSES = Tiling(64, 128, dq_rows=128), replace(HOPPER, forms=(None,))
+
+
+@pytest.mark.parametrize("head_dims", [(80, 80), (91, 128), (128, 128)])
+@pytest.mark.parametrize("name", FEATURES)
+def test_taller_tiles_of_dq(name, head_dims):
+    """Also where they would not be chosen."""
+    d, dv = head_dims
+    p = Problem(head_dim=d, head_dim_v=dv, dtype="bfloat16", **FEATURES[name])
+    check(p, THREE_PASSES, backward_tiling=TALL_DQ)
+    check_counts(p, THREE_PASSES, tilings=(None, TALL_DQ))
+
+
+@pytest.mark.parametrize("d", [80, 128])
+def test_bits_and_timelines_of_taller_tiles_of_dq(d):
+    p = Problem(512, 512, d, heads=16, dtype="float16", causal=True)
+    assert run(p, make(p)).backward(make(p)["dout"]).tiling == TALL_DQ  # by default
+    check_bits(p, THREE_PASSES)
+    check_timelines(p, THREE_PASSES)
+
+
 #: Problems without a mask, and the launches of the pass with keys outside: the blocks of a cluster
 #: and the number of work tiles.
 SEVERAL_LAUNCHES = [
@@ -228,24 +281,21 @@ SEVERAL_LAUNCHES = [
 def clusters_of(family, problem):
     """How many blocks share an item, of each launch of the fused backward with keys outside."""
     given = problem, None, engine.gpu_of(0), "ascending", "", "flash2-fused"
-    one = family.backward_passes(*given)[1]
+    one = policy_of(family).backward_passes(*given)[1]
     return tuple(x.kernel.cluster for x in (*one.before, one))
 
 
-def choose_launches(choose, launches, *, deferred):
-    """That the fused pass with keys outside has these launches."""
+@BOTH
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("problem", "launches"), SEVERAL_LAUNCHES)
+def test_launches_of_several_cluster_sizes(problem, launches, deferred, family, choose):
+    """Also where that does not save as much time as it should; always the same bits."""
     fused = lambda walk: walk.stage.name == "fused"  # noqa: E731
     choose("launches", lambda self, walk: launches if fused(walk) else ((1, walk.items),))
     choose("defers", lambda self, walk, *_: deferred and fused(walk))
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize(("problem", "launches"), SEVERAL_LAUNCHES)
-def test_launches_of_several_cluster_sizes(problem, launches, deferred, choose):
-    """Also where that does not save as much time as it should."""
-    choose_launches(choose, launches, deferred=deferred)
-    assert clusters_of(hopper.HOPPER, problem) == tuple(blocks for blocks, _ in launches)
-    check(problem, HOPPER)
+    assert clusters_of(family, problem) == tuple(blocks for blocks, _ in launches)
+    check(problem, family)
+    check_bits(problem, family, runs=20, forms=(False,))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -273,16 +323,19 @@ def by_roles(monkeypatch, choose):
     choose("fuses", lambda *_: True)
 
 
+@pytest.mark.parametrize(
+    "family", [*families("hopper"), *families("python-hopper", forms=(False,))]
+)
 @pytest.mark.parametrize("head_dims", [(136, 136), (176, 150), (192, 192)])
 @pytest.mark.parametrize("name", [name for name in FEATURES if name != "blocks"])
 @pytest.mark.usefixtures("by_roles")
-def test_the_backward_by_roles(name, head_dims):
+def test_the_backward_by_roles(name, head_dims, family):
     d, dv = head_dims
     p = Problem(head_dim=d, head_dim_v=dv, dtype="bfloat16", **FEATURES[name])
-    check(p, HOPPER)
-    check_counts(p, HOPPER)
-    result = run(p, make(p))
-    assert result.backward(make(p)["dout"], deterministic=False).tiling == ROLES
+    check(p, family)
+    check_counts(p, family)
+    grads = run(p, make(p), family).backward(make(p)["dout"], deterministic=False)
+    assert (grads.kernel, grads.tiling) == ("hopper", ROLES)
 
 
 @pytest.mark.parametrize("name", ["causal", "more queries", "varlen", "many items"])
@@ -295,11 +348,12 @@ def test_grouped_heads_in_step_by_roles(name, choose):
     check_timelines(p, HOPPER)
 
 
+@BOTH
 @pytest.mark.usefixtures("by_roles")
-def test_bits_and_timelines_of_the_backward_by_roles():
+def test_bits_and_timelines_of_the_backward_by_roles(family):
     p = Problem(1024, 1024, 192, heads=4, dtype="float16", causal=True)
-    check_bits(p, HOPPER)
-    check_timelines(Problem(head_dim=160, dtype="float16", **FEATURES["window"]), HOPPER)
+    check_bits(p, family)
+    check_timelines(Problem(head_dim=160, dtype="float16", **FEATURES["window"]), family)
 
 
 #: Whatever the default is for a shape and a GPU, all that the forward chooses from.
@@ -325,11 +379,13 @@ SIDES = [
     *((136, 200), (32, 32), (40, 40), (64, 128), (80, 80), (96, 96), (160, 160)),
     *((192, 192), (192, 128)),
 ]
+IN_PYTHON = [(40, 24), (64, 128), (80, 80), (192, 128), (256, 256)]
+HALVES = ["bfloat16", "float16"]
 
 
-@pytest.mark.parametrize(("head_dims", "dtype"), star(SIDES, ["bfloat16", "float16"]))
-def test_head_dims(head_dims, dtype):
-    check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True), HOPPER)
+@both(("head_dims", "dtype"), star(SIDES, HALVES), product(IN_PYTHON, HALVES))
+def test_head_dims(head_dims, dtype, family):
+    check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True), family)
 
 
 @BOTH
@@ -342,35 +398,35 @@ def test_kinds_of_scores(head_dim, kind, family):
 ORDERS = ["ascending", "descending"]
 
 
-@pytest.mark.parametrize(
+@both(
     ("name", "head_dim", "order"),
     [
         case
         for d in (96, 200)
         for case in star([*FEATURES], [d], ORDERS, also=[("blocks", d, "descending")])
     ],
+    product(FEATURES, [96], ORDERS),
 )
-def test_counts_are_the_simulators(name, head_dim, order):
-    check_counts(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER, order)
+def test_counts_are_the_simulators(name, head_dim, order, family):
+    check_counts(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), family, order)
 
 
 PADDED = [(27, 19), (37, 61), (79, 69), (101, 75), (155, 91), (203, 133)]
 
 
-@pytest.mark.parametrize("head_dims", PADDED)
-def test_counts_leave_out_what_rows_are_padded_with(head_dims):
+@both(["head_dims"], product(PADDED), product([(59, 111), (111, 59), (250, 7)]))
+def test_counts_leave_out_what_rows_are_padded_with(head_dims, family):
     p = Problem(333, 517, *head_dims, heads=2, dtype="bfloat16", causal=True)
-    check_counts(p, HOPPER)
+    check_counts(p, family)
 
 
-@pytest.mark.parametrize(
+@both(
     ("head_dim", "name"),
-    star(
-        [64, 128, 192, 256], ["window", "causal", "blocks", "varlen"]
-    ),  # 64, window: three consumers
-)
-def test_timeline_and_counts_of_every_visit(name, head_dim):
-    check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER)
+    star([64, 128, 192, 256], ["window", "causal", "blocks", "varlen"]),
+    [(128, "causal"), (64, "window"), (96, "varlen"), (256, "varlen")],
+)  # 64, window: three consumers
+def test_timeline_and_counts_of_every_visit(name, head_dim, family):
+    check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), family)
 
 
 def test_a_producer_runs_ahead_of_its_consumers():
@@ -391,11 +447,11 @@ def test_a_packed_sequence_never_meets_its_neighbours(family):
     ends = (0, 100, 163, 400)
     p = Problem(400, 400, 64, dtype="bfloat16", causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends)
     x = make(p)
-    clean = cupy_checks.run(p, x, family)
+    clean = run(p, x, family)
     kept = {form: gradients(clean, x["dout"], form) for form in family.forms}
     for array in x.values():
         array[..., 100:163, :] = np.nan
-    result, rest = cupy_checks.run(p, x, family), np.r_[0:100, 163:400]
+    result, rest = run(p, x, family), np.r_[0:100, 163:400]
     assert (result.out[..., rest, :] == clean.out[..., rest, :]).all()
     for form, expected in kept.items():
         grads = gradients(result, x["dout"], form)
@@ -408,18 +464,18 @@ def test_a_packed_sequence_never_meets_its_neighbours(family):
 
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["begins", "ends"])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_packed_sequences_are_read_where_nothing_lies_before_or_behind(head_dim, at_end):
+@both(["head_dim"], product([64, 128, 192, 256]), product([64, 128]))
+def test_packed_sequences_are_read_where_nothing_lies_before_or_behind(head_dim, family, at_end):
     """A map that began before its tensor made the copy engine fail now and then."""
     from island import Island
 
     p = Problem(head_dim=head_dim, dtype="float16", **FEATURES["varlen"])
     x = cupy_checks.on_gpu(make(p))
     alone = {name: Island().put(a, at_end=at_end) for name, a in x.items()}
-    expected = run(p, x)
+    expected = run(p, x, family)
     grads = expected.backward(x["dout"])
     for _ in range(100):
-        result = run(p, alone)
+        result = run(p, alone, family)
         assert (result.out == expected.out).all()
         got = result.backward(alone["dout"])
         assert all((getattr(got, n) == getattr(grads, n)).all() for n in ("dq", "dk", "dv"))
@@ -445,46 +501,54 @@ REPEATED = [
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("case", REPEATED, ids=lambda c: f"{c[0]}-{c[1]}-{c[2]}")
+@both(("n", "head_dim", "dtype", "heads"), REPEATED, REPEATED[2:4])
 @pytest.mark.promise("deterministic")
-def test_two_hundred_runs_give_the_same_bits(case, causal):
-    n, head_dim, dtype, (heads, kv_heads) = case
-    check_bits(
-        Problem(n, n, head_dim, heads=heads, kv_heads=kv_heads, dtype=dtype, causal=causal), HOPPER
-    )
+def test_two_hundred_runs_give_the_same_bits(n, head_dim, dtype, heads, family, causal):
+    many, few = heads
+    p = Problem(n, n, head_dim, heads=many, kv_heads=few, dtype=dtype, causal=causal)
+    check_bits(p, family)
 
 
-def test_launches_side_by_side_count_their_own_items():
+@BOTH
+def test_launches_side_by_side_count_their_own_items(family):
     p = Problem(700, 700, 64, heads=64, batch=4, dtype="float16", causal=True)
     x = cupy_checks.on_gpu(make(p))
-    expected = run(p, x)
-    dv = expected.backward(x["dout"]).dv
+
+    def arrays():
+        result = run(p, x, family)
+        return [result.out, *(gradients(result, x["dout"], form).dv for form in family.forms)]
+
+    expected = arrays()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
     cupy.cuda.Device().synchronize()
-    for _ in range(50):
-        results = []
+    for _ in range(30):
+        found = []
         for stream in streams:
             with stream:
-                result = run(p, x)
-                results.append((result.out, result.backward(x["dout"]).dv))
+                found += arrays()
         cupy.cuda.Device().synchronize()
-        for out, got in results:
-            assert (out == expected.out).all()
-            assert (got == dv).all()
+        assert all((a == b).all() for a, b in zip(found, 3 * expected, strict=True))
 
 
-def test_auto_takes_what_runs():
+#: Of each backend, the kernels of any GPU, and those in float32.
+OTHERS = {"cupy": ("portable", "portable"), "numba_cuda": ("tensor", "teaching")}
+
+
+@BOTH
+def test_auto_takes_what_runs(family):
     p = Problem(256, 256, 64, dtype="bfloat16")
-    x = make(p)
-    assert run(p, x, kernel="auto").kernel == "hopper"
-    assert run(p, x, kernel="auto", tiling=Tiling(64, 64)).kernel == "portable"
-    assert run(p, x, kernel="portable").kernel == "portable"
+    x, (other, wide) = make(p), OTHERS[family.backend]
+    result = run(p, x, family, kernel="auto")
+    assert result.kernel == result.backward(x["dout"]).kernel == "hopper"
+    assert result.backward(x["dout"], tiling=Tiling(64, 64)).kernel == other
+    assert run(p, x, family, kernel="auto", tiling=Tiling(64, 64)).kernel == other
+    assert run(p, x, family, kernel=other).kernel == other
     q = x["q"].astype(np.float32)
-    assert flashsim.run(q, q, q, backend="cupy").kernel == "portable"
-    with pytest.raises(UnsupportedError, match="64 x 64"):
-        run(p, x, tiling=Tiling(64, 64))
+    assert flashsim.run(q, q, q, backend=family.backend).kernel == wide
+    with pytest.raises(UnsupportedError, match="they have no 64 x 64 tiles"):
+        run(p, x, family, tiling=Tiling(64, 64))
     large = Problem(256, 256, 192, dtype="bfloat16")
-    result = run(large, make(large), kernel="auto")
+    result = run(large, make(large), family, kernel="auto")
     assert result.kernel == result.backward(make(large)["dout"]).kernel == "hopper"
 
 
@@ -492,10 +556,10 @@ def test_auto_takes_what_runs():
 def test_views_are_read_where_they_lie(family):
     p = Problem(300, 300, 64, heads=4, dtype="float16", causal=True)
     x = make(p)
-    expected = cupy_checks.run(p, x, family).out
+    expected = run(p, x, family).out
     moved = {k: cupy.asarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for k, a in x.items()}
     assert not moved["q"].flags.c_contiguous
-    assert (cupy_checks.run(p, moved, family).out.get() == expected).all()
+    assert (run(p, moved, family).out.get() == expected).all()
 
 
 def test_the_bandwidth_of_the_memory_is_the_data_sheets():

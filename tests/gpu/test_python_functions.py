@@ -1,4 +1,4 @@
-"""Mask and score functions in the Python kernels of a Hopper GPU, against attention in float64."""
+"""Functions and other options in the Python kernels of a Hopper GPU; test_functions.py has more."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import function_cases  # noqa: E402
 from compiled import thorough  # noqa: E402
 from cupy_checks import ON_HOPPER, gradients, make  # noqa: E402
-from function_cases import causal, masks, scores  # noqa: E402
-from test_functions import LENGTHS, same_traces  # noqa: E402
+from function_cases import causal  # noqa: E402
 
 import flashsim  # noqa: E402
 from flashsim import Problem  # noqa: E402
@@ -24,70 +22,6 @@ pytest.importorskip("numba_cuda")
 _FIRST = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 pytestmark = [*ON_HOPPER, _FIRST, pytest.mark.promise("twice plain attention's error")]
 HOPPER = {"backend": "numba_cuda", "kernel": "hopper"}
-judge = partial(function_cases.judge, **HOPPER, forms=(None, True, False))
-MASKS = tuple(masks(1, 1, 1, 1, "cpu"))
-SCORES = tuple(scores(1, 1, 1, 1, "cpu"))
-
-
-def sized(n_q, n_kv):
-    """Grouped heads, and lengths."""
-    return 2, 4, 2, n_q, n_kv
-
-
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("d", [64, thorough(128), thorough(192), thorough(256)])
-def test_masks(name, d):
-    judge(masks(2, 4, 430, 430)[name], None, {}, sized(430, 430), d=d)
-
-
-@pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize("d", [64, 128, thorough(32), thorough(192), thorough(256)])
-@pytest.mark.parametrize("mask", [causal, thorough(None)])
-def test_scores(name, d, mask):
-    _, score, wanted = scores(2, 4, 300, 430)[name]
-    judge(mask, score, wanted, sized(300, 430), d=d)
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [(1, 1), (799, 3), (1025, 1025), *(thorough(x) for x in LENGTHS[1:])],
-    ids=str,
-)
-def test_lengths(lengths):
-    """A mask with captured documents, and a table of relative positions with its gradient."""
-    _, score, wanted = scores(2, 4, *lengths)["relative"]
-    judge(masks(2, 4, *lengths)["of_documents"], score, wanted, sized(*lengths), d=128)
-
-
-def test_rows_without_keys():
-    _, score, wanted = scores(2, 4, 300, 200)["biased"]
-    judge(masks(2, 4, 300, 200)["late"], score, wanted, sized(300, 200), dtype=torch.float16)
-
-
-@pytest.mark.parametrize("kernel", ["hopper", "tensor"])
-@pytest.mark.parametrize("lengths", [(200, 300), thorough((1, 700))], ids=str)
-def test_sinks(lengths, kernel):
-    sinks = torch.tensor([0.5, -3.0, 2.0, 0.0], device="cuda")
-    judge(causal, None, {}, sized(*lengths), sinks=sinks, kernel=kernel)
-    judge(masks(2, 4, *lengths)["late"], None, {}, sized(*lengths), sinks=sinks, kernel=kernel)
-
-
-@pytest.mark.parametrize(("name", "mask"), [("alibi", "of_documents"), ("curved", "late")])
-@pytest.mark.promise("three counts equal")
-def test_traces_are_the_simulators(name, mask):
-    """The tiles and bytes of all stages, also the bytes that functions read."""
-    _, score, wanted = scores(1, 4, 300, 430, "cpu")[name]
-    how = {"mask_mod": masks(1, 4, 300, 430, "cpu")[mask], "score_mod": score}
-    same_traces(_Hopper, how, tuple(wanted))
-
-
-@pytest.mark.promise("three counts equal")
-def test_traces_with_sinks():
-    same_traces(_Hopper, {"mask_mod": causal, "sinks": np.array([0.5, -3, 2, 0], np.float32)})
-
-
-class _Hopper:
-    backend, kernel = HOPPER.values()
 
 
 @pytest.mark.parametrize("window", [None, (70, 0), (30, 20)])
@@ -131,19 +65,6 @@ def test_named_masks_and_packed_sequences(window, d):
         size = np.linalg.norm if "slopes" in name else partial(np.linalg.norm, ord=np.inf)
         error, budget = (size((y - true).ravel()) for y in (got, other))
         assert error <= 2 * budget + 1e-3, (name, error, budget)
-
-
-def test_a_causal_function_has_the_bits_of_the_named_mask():
-    """The same tiles are visited, full ones by the same loop."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 1000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    named = flashsim.run(q, k, v, causal=True, **HOPPER)
-    mine = flashsim.run(q, k, v, mask_mod=causal, tiling=named.tiling, **HOPPER)
-    assert torch.equal(named.out, mine.out)
-    assert torch.equal(named.lse, mine.lse)
-    grads = [r.backward(torch.ones_like(q)) for r in (named, mine)]
-    for name in ("dq", "dk", "dv"):
-        assert torch.equal(*(getattr(g, name) for g in grads))
 
 
 @pytest.mark.parametrize("kernel", ["auto", "tensor"])

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 
@@ -315,32 +316,42 @@ def test_sinks_and_windows_by_the_cute_interface(window):
 
 
 @pytest.fixture(scope="module")
-def llama():
+def model_of():
     transformers = pytest.importorskip("transformers")
     flashsim.torch.install()
-    torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to("cuda").eval()
+
+    @functools.cache
+    def make(name, **more):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**sizes, **more)
+        return getattr(transformers, f"{name}ForCausalLM")(config).to("cuda").eval()
+
+    return make
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("Llama", {}), ("Llama", {"cache_implementation": "static"}), ("Mistral", {})],
+    ids=["dynamic", "static", "window"],
+)
 @pytest.mark.parametrize("padding", [0, 30])
-def test_generated_tokens_are_eagers_in_float32(llama, cache, padding):
+def test_generated_tokens_are_eagers_in_float32(model_of, name, more, padding):
     """A static cache is compiled by transformers, with CUDA graphs."""
+    model = model_of(name, **({"sliding_window": 40} if name == "Mistral" else {}))
     words = torch.randint(3, 100, (2, 60), device="cuda")
     mask = torch.ones_like(words)
     mask[1, :padding] = 0
     told = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    more = {"cache_implementation": "static"} if cache == "static" else {}
-    llama.set_attn_implementation("eager")
-    wanted = llama.generate(words, **told)
-    llama.set_attn_implementation("flashsim")
-    assert torch.equal(llama.generate(words, **told, **more), wanted)
+    model.set_attn_implementation("eager")
+    wanted = model.generate(words, **told)
+    model.set_attn_implementation("flashsim")
+    assert torch.equal(model.generate(words, **told, **more), wanted)
 
 
-def test_generation_in_half_precision_with_a_static_cache(llama):
-    words = torch.randint(3, 100, (2, 60), device="cuda")
+def test_generation_in_half_precision_with_a_static_cache(model_of):
+    llama, words = model_of("Llama"), torch.randint(3, 100, (2, 60), device="cuda")
     told = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_logits": True}
     told |= {"return_dict_in_generate": True, "cache_implementation": "static"}
     found = []

@@ -195,3 +195,31 @@ def test_errors_are_one_line(words, said):
     assert done.exit_code == 2
     assert said in done.output, done.output
     assert "Traceback" not in done.output
+
+
+ADDS_TO_NOTHING = """import numpy as np
+import triton
+import triton.language as tl
+
+@triton.jit
+def adds(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(y_ptr + at) + tl.load(x_ptr + at))
+
+def launch(x):
+    y = np.empty_like(x)
+    adds[(x.size // 1024,)](x, y, BLOCK=1024)
+    return y
+
+def same(loaded):
+    return loaded["x_ptr"]
+"""
+
+
+def test_memory_of_numpy_empty_is_nan(tmp_path):
+    """The system's memory is often zero, with which a kernel that adds to it would look right."""
+    path = tmp_path / "adds.py"
+    path.write_text(ADDS_TO_NOTHING)
+    assert "y_ptr WRONG (error nan" in run(
+        f"{path}:launch", "--set", "x=512x1024", "--reference", "same"
+    )

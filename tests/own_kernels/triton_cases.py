@@ -89,6 +89,36 @@ def locked(x_ptr, lock_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.atomic_xchg(lock_ptr, 0)
 
 
+# The interpreter runs the next kernels, and no GPU can.
+@triton.jit
+def breaks(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    for i in range(0, BLOCK):
+        if tl.load(x_ptr + i) > 0:
+            break
+        tl.store(y_ptr + i, 1.0)
+
+
+@triton.jit
+def changes_type(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    total = 0
+    for i in range(0, BLOCK):
+        total = total + tl.load(x_ptr + i)
+    tl.store(y_ptr, total)
+
+
+@triton.jit
+def _appended(x, parts):
+    parts.append(x)
+    return parts
+
+
+@triton.jit
+def appends(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    parts = []
+    _appended(tl.load(x_ptr), parts)
+    tl.store(y_ptr, parts[0])
+
+
 @triton.jit
 def copy_blocks(x_ptr, y_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     x = tl.make_block_ptr(

@@ -138,3 +138,13 @@ def test_another_capacity():
 def test_capacities_are_positive_integers(field, value):
     with pytest.raises(OptionError, match=rf"Device.{field} must be a positive integer, got "):
         replace(Device.get("H100"), **{field: value})
+
+
+@pytest.mark.promise("refuses bad input")
+@pytest.mark.parametrize(
+    "value", [7, (2, 66), ((2, 66, 1),), ((2, 0),), ((2, 1.5),), "ab", [[2], 4]]
+)
+def test_clusters_are_pairs_of_positive_integers(value):
+    with pytest.raises(OptionError, match=r"Device.clusters must list pairs of positive integers"):
+        replace(Device.get("H100"), clusters=value)
+    assert replace(Device.get("H100"), clusters=[[2, 66]]).clusters == ((2, 66),)

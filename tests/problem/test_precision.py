@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import tensors
-from refusals import refusals, refused
+from refusals import refuses
 
 import flashsim
 from flashsim import Precision, Tiling
@@ -151,7 +151,7 @@ def run(**options):
     return flashsim.run(X.q, X.k, X.v, **options)
 
 
-REFUSED = refusals(r"""
+test_what_is_no_precision = refuses(r"""
 Precision(stats="float16") -> UnknownArgumentError: Precision() has no argument 'stats'
 Precision(p="float8") -> DTypeError: dtype 'float8' is not supported
 Precision(flush=2) -> OptionError: needs accumulator='hopper-fp8'
@@ -168,11 +168,6 @@ run(precision=Precision(m="float16"), backend="numba")
     -> UnsupportedError: takes no precision=; use backend='simulator'
 run(precision="float16") -> DTypeError: precision must be a flashsim.Precision
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_is_no_precision(call, said):
-    refused(call, said, globals())
 
 
 def test_none_is_the_usual_precision():

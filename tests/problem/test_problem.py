@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from refusals import refusals, refused
+from refusals import refuses
 
 from flashsim import BlockMask, Problem
 from flashsim.problem.problem import numpy_dtype
@@ -201,13 +201,8 @@ def test_the_largest_head_dim():
     assert Problem(1, head_dim=1, head_dim_v=512).head_dim_v == 512
 
 
-REFUSED = refusals(r"""
+test_what_makes_no_problem_says_why = refuses(r"""
 Problem(n=5) -> UnknownArgumentError: Problem() has no argument 'n'; here it is called n_q
 Problem(n_q=5, head=2) -> UnknownArgumentError: did you mean 'heads'
 Problem(1, head_dim=577) -> ShapeError: head_dim must be between 1 and 576, got 577
 """)
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_makes_no_problem_says_why(call, said):
-    refused(call, said, globals())

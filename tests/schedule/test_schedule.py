@@ -254,21 +254,6 @@ def test_spans_exist_exactly_where_rows_are_contiguous_by_construction(schedule)
 
 
 @QUICK
-@given(schedules(banded=True))
-def test_masked_tiles_of_a_band_need_only_the_tables(schedule):
-    """What a kernel tests element by element, from `rows` alone, equals `Problem.keep`."""
-    p, kept = schedule.problem, kept_matrix(schedule.problem)
-    for visit in schedule:
-        start, stop, offset, key_stop = schedule.rows[visit.i].tolist()
-        q, k = np.arange(start, stop)[:, None], np.arange(*visit.cols.indices(p.n_kv))
-        diagonal = q + offset
-        rule = (k >= diagonal - p.left) & (k <= diagonal + p.right) & (k < key_stop)
-        np.testing.assert_array_equal(rule, kept[visit.rows, visit.cols])
-        query_stop = schedule.cols[visit.j, 3]
-        assert stop <= query_stop
-
-
-@QUICK
 @given(schedules())
 def test_sums_and_extents(schedule):
     heights = np.diff(schedule.rows[:, :2]).ravel()
@@ -324,22 +309,6 @@ def test_a_causal_square_by_hand():
     np.testing.assert_array_equal(schedule.rows, [[0, 4, 0, 8], [4, 8, 0, 8]])
 
 
-def test_descending_keys_reverse_each_row_and_nothing_else():
-    up = Schedule(Problem(20, causal=True), Tiling(8, 4))
-    down = replace(up, key_order="descending")
-
-    np.testing.assert_array_equal(up.row_csr[0], down.row_csr[0])
-    for i in range(up.t_r):
-        part = slice(up.row_csr[0][i], up.row_csr[0][i + 1])
-        np.testing.assert_array_equal(up.row_csr[1][part], down.row_csr[1][part][::-1])
-        np.testing.assert_array_equal(up.row_csr[2][part], down.row_csr[2][part][::-1])
-    np.testing.assert_array_equal(up.row_spans, down.row_spans)
-    for a, b in zip(up.col_csr, down.col_csr, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert list(replace(up, outer="keys").outer_order()) == [0, 1, 2, 3, 4]
-    assert list(replace(down, outer="keys").outer_order()) == [4, 3, 2, 1, 0]
-
-
 def test_a_mask_is_asked_about_one_row_of_tiles_at_a_time():
     asked = []
 
@@ -367,16 +336,6 @@ def test_a_million_causal_queries_cost_rows_not_tiles():
     assert len(cached) == 5  # rows, cols, two tables of sequences, row_spans
     assert sum(x.nbytes for x in cached) <= 64 * tiles
     assert "row_csr" not in vars(schedule)
-
-
-def test_a_mask_that_keeps_nothing_leaves_no_visit():
-    schedule = Schedule(Problem(10, mask=lambda q, k: (q < 0) & (k < 0)), Tiling(4, 4))
-
-    assert list(schedule) == []
-    assert schedule.sums == (0, 0, 0, 0)
-    own, largest = schedule.extents()
-    np.testing.assert_array_equal(own, [4, 4, 2])
-    np.testing.assert_array_equal(largest, [0, 0, 0])
 
 
 def test_mask_errors_surface_from_the_schedule():
@@ -450,7 +409,7 @@ def test_closed_sums_and_extents_are_those_of_the_tables(problem, tiling, dense,
             assert "_edges" not in vars(closed)
 
 
-@pytest.mark.parametrize("n", [2**31 - 1, 2**31, 2**36, 2**63 - 1])
+@pytest.mark.parametrize("n", [2**36, 2**63 - 1])
 def test_any_length_is_counted_with_the_default_tile(n):
     counted = flashsim.count(Problem(n))
     tiles = -(-n // counted.tiling.block_q)

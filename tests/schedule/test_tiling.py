@@ -7,24 +7,14 @@ import pytest
 
 import flashsim
 from flashsim import Device, Problem, SramOverflow, Tiling, TilingError
+from flashsim.problem.masks import BlockMask
 from flashsim.schedule import plans
-from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.split_kv import fill
 from flashsim.schedule.tiling import SIDES
 
 pytestmark = pytest.mark.promise("no byte is free")
 
 ALL = [(a, d) for a in plans.GENERAL for d in plans.DIRECTIONS]
-
-
-@pytest.mark.parametrize(("d", "nbytes"), [(64, 81_920), (128, 147_456), (256, 278_528)])
-def test_the_classic_worked_example(d, nbytes):
-    """Q, K, V, O and S of 64 x 64 float32 tiles, as the textbooks count them."""
-    buffers = Tiling(64, 64).buffers(Problem(4096, head_dim=d))["forward"]
-
-    assert sum(buffers[name] for name in ("Q", "K", "V", "O", "S")) == nbytes
-    statistics = 2 * 64 * 4  # m and l
-    assert Tiling(64, 64).footprint(Problem(4096, head_dim=d)) == nbytes + statistics
 
 
 def test_buffers_take_the_element_type_or_the_accumulators():
@@ -158,15 +148,6 @@ def test_nothing_fits():
         Tiling.fit(Problem(10**6), "H100", "standard")
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_presets_cover_head_dims_up_to_256(name, causal):
-    for d in (1, 32, 33, 64, 80, 96, 128, 160, 192, 255, 256):
-        tiling = Tiling.preset(name, d, causal=causal)
-        rounded = min(limit for limit in PRESETS[name] if limit >= d)
-        assert tiling == Tiling.preset(name, rounded, causal=causal)
-
-
 @pytest.mark.parametrize(
     ("name", "d", "dense", "causal"),
     [  # read off flash-attention's sources, see the comment on PRESETS
@@ -203,6 +184,36 @@ def test_sides():
     assert str(tiling) == "16 x 8"
     with pytest.raises(TilingError, match="block_k must be at least 1, got -8"):
         Tiling(16, -8)
+
+
+def test_rows_of_a_pass_that_computes_dq_alone():
+    tiling = Tiling(16, 8, dq_rows=32)
+
+    assert str(tiling) == "16 x 8 (dQ: 32 x 8)"
+    assert (tiling.of("dkdv"), tiling.of("dq")) == (Tiling(16, 8), Tiling(32, 8))
+    tiles = {name: tiling.of(name) for name in ("delta", "dkdv", "dq")}
+    assert Tiling.joined(tiles) == tiling
+    assert Tiling(16, 8, dq_rows=16) == Tiling(16, 8)
+    with pytest.raises(TilingError, match="a multiple of block_q, got dq_rows=24 and block_q=16"):
+        Tiling(16, 8, dq_rows=24)
+    with pytest.raises(TilingError, match="dq_rows must be at least 1"):
+        Tiling(16, 8, dq_rows=0)
+    p = Problem(64, head_dim=8)
+    of_tile, taller = (t.buffers(p, "flash2", "backward") for t in (Tiling(16, 8), tiling))
+    assert taller["dkdv"] == of_tile["dkdv"]
+    assert taller["dq"]["Q"] == 2 * of_tile["dq"]["Q"]
+    assert taller["dq"]["K"] == of_tile["dq"]["K"]
+    cells = BlockMask(np.ones((4, 8), bool), 16, 8)
+    assert Tiling(16, 8).divides(cells)
+    assert not tiling.divides(cells)
+
+
+def test_a_backend_with_tiles_of_one_size_says_so():
+    pytest.importorskip("numba")
+    x, tall = np.ones((40, 8), np.float32), Tiling(16, 8, dq_rows=32)
+    result = flashsim.run(x, x, x, backend="numba")
+    with pytest.raises(TilingError, match=r"tiles of one size in all passes, not 16 x 8 \(dQ"):
+        result.backward(x, tiling=tall)
 
 
 def test_how_many_blocks_fill_a_device():

@@ -311,7 +311,11 @@ def errors(benchmark, times):
 
 def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, times):
     """The Python forward has one set of constants for all head widths, Hopper's one for each."""
-    everything = [one for one in times.everything() if one.name == "forward"]
+    everything = {  # one of each width
+        (one.kernels, one.problem.head_dim): one
+        for one in times.everything()
+        if one.name == "forward" and one.where == "fitted"
+    }.values()
 
     def widths(kernels, name):
         points = fitting.points(everything, kernels, name)

@@ -147,6 +147,30 @@ def test_the_form_that_runs_is_predicted_and_named(form):
     assert str(found).startswith(f"{form} backward, ")
 
 
+def test_clusters_of_an_h100_are_those_that_its_driver_runs_at_once():
+    """A GPU plans with the driver's numbers; 16 clusters of eight would need a second wave."""
+    h100 = Device.get("H100")
+    assert Gpu.like(h100).clusters == ((1, 132), (2, 66), (4, 30), (8, 15))
+    p = Problem(464, head_dim=128, batch=2, heads=16, kv_heads=2, causal=True, dtype="bfloat16")
+
+    def blocks(device):
+        given = p, None, Gpu.like(device), "ascending", "", "flash2"
+        return HOPPER.backward_passes(*given)[1].kernel.cluster
+
+    assert blocks(h100) == 4
+    assert blocks(replace(h100, clusters=())) == 8
+
+
+def test_clusters_that_all_run_at_once_are_predicted_so():
+    """28 clusters of four are one wave on an H100. If 26 ran at once, pairs would be faster."""
+    p, h100 = Problem(864, head_dim=64, batch=2, heads=8, kv_heads=2, dtype="bfloat16"), "H100"
+    how = {"direction": "backward", "algorithm": "flash2"}
+    fours = predict(p, **how, device=h100).stages[1]
+    pairs = predict(p, **how, device=replace(Device.get(h100), clusters=())).stages[1]
+    assert (fours.waves, pairs.waves) == (pytest.approx(112 / 132), pytest.approx(56 / 132))
+    assert fours.seconds < 0.7 * pairs.seconds  # 4 of 7 visits per block
+
+
 def test_a_form_that_is_asked_for_by_its_tile_or_name_stays():
     p = FORMS["flash2"]
     how = {"direction": "backward", "deterministic": False}

@@ -598,11 +598,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_case_survives_json(case):
-    assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
-
-
 @pytest.mark.parametrize(
     ("more", "name"),
     [
@@ -772,19 +767,6 @@ def test_the_workload_counts_only_where_it_is_told_to(tmp_path):
     assert [len(case) for case in counted] == [2, 1]
 
 
-def test_the_command_measures_and_keeps_the_table(tmp_path, stand_in):
-    text = reads_of("flash_forward")
-    stand_in(f"print({text!r})")
-    kept = tmp_path / "kept.csv"
-    (row,) = rows("verify", *ON_H200, "--save", kept)
-    problem = Problem(64, head_dim=16, dtype="bfloat16")
-    assert row["quantity"] == "reads at L2"
-    assert row["predicted"] == flashsim.count(problem).bytes("load")
-    assert row["measured"] == 320
-    assert parse(kept.read_text()) == parse(text)
-    assert rows("verify", "--from", kept) == [row]
-
-
 def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, stand_in):
     """The second table is the first, counts and all, with no option that says what ran."""
     counter = METRICS["bytes into SMs"]
@@ -793,6 +775,7 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, stand_in):
     first = ok("verify", *ON_H200, "--causal", "--save", kept)
     assert ok("verify", "--from", kept) == first
     (row,) = rows("verify", "--from", kept)
+    assert (row["quantity"], row["measured"]) == ("requested read", 10)
     assert row["counted"] + 2 * 32 == row["predicted"]  # one block: two entries in tables
     counts_beside(kept).write_text('{"cases": [{}]}')
     with pytest.raises(

@@ -3,20 +3,15 @@
 It uses SlipCover, whose probes are in the code: a tracer would double the time.
 """
 
-import ast
 import functools
-import hashlib
 import json
-import marshal
-import os
 import shutil
 import sys
 from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import CodeType
 
 import pytest
 import slipcover
-from slipcover import importer
 
 SOURCE = "flashsim", "backends", "viz"
 OMIT = (
@@ -49,14 +44,10 @@ EXCLUDE = (
 
 #: How a process names what a file's tests took and what they did not.
 KINDS = "executed", "missing"
-#: Where code with probes is kept. Tests change the working folder.
-KEPT = Path("build/covered").absolute()
 #: How often a probe is hit before all probes that were hit are removed: never. A removal reads the
 #: local variables of every frame, which keeps tiles alive, so that events of a run change places.
 #: Removals after 50 hits also take more time than the hits, of 16 ns.
 HITS = 2**31 - 1
-#: Stand for a probe and for the function that hits it, in code that is kept.
-PROBE, HIT = "__slipcover probe__", "__slipcover hit__"
 
 
 class Covered:
@@ -78,8 +69,6 @@ class Covered:
         if one_of_many or not config.getoption("numprocesses", None):
             files = slipcover.FileMatcher(sources=SOURCE, omit=OMIT)
             slipcover.ImportManager(self.probes, files).__enter__()
-            if sys.version_info < (3, 12):  # later versions of Python need no probes in the code
-                importer.SlipcoverLoader.exec_module = _load_with_probes
             _give_plain_code_to_numba()
 
     @pytest.hookimpl(optionalhook=True)
@@ -122,75 +111,6 @@ class Covered:
             f"{self.percent:.2f} % of lines and branches, at least {self.least:g} % asked for",
             **{"green" if good else "red": True},
         )
-
-
-def _load_with_probes(self, module):
-    """Replace `SlipcoverLoader.exec_module`, and keep code with probes on disk.
-
-    Inserting the probes takes 9 s for all modules, which each test process would take again.
-    """
-    file = str(self.origin)
-    code, lines, branches, index = _with_probes(self.origin)
-    self.sci.register_module(module)
-    self.sci.code_lines[file] |= lines
-    self.sci.code_branches[file] |= branches
-    code = _revive(code, self.sci, iter(index))
-    self.sci.instrumented[file].add(code)
-    exec(code, module.__dict__)
-
-
-def _with_probes(path):
-    """Return a file's code, its lines, its branches, and the probes of each code object in it."""
-    source = path.read_bytes()
-    versions = f"{sys.version} {slipcover.__version__} {path} "
-    this = Path(__file__).read_bytes()  # decides which probes the kept code has
-    key = hashlib.sha256(versions.encode() + this + source).hexdigest()
-    kept = KEPT / hashlib.sha256(os.fsencode(path)).hexdigest()[:20]
-    try:
-        found, *parts = marshal.loads(kept.read_bytes())
-        if found == key:
-            return parts
-    except (OSError, ValueError, EOFError, TypeError):
-        pass  # it is not there, or cut short
-    ours = slipcover.slipcover
-    actual, ours.probe = ours.probe, SimpleNamespace(signal=HIT, new=lambda *at: (PROBE, at[2]))
-    try:
-        probes = slipcover.Slipcover(branch=True)
-        tree = slipcover.branch.preinstrument(ast.parse(source))
-        code = probes.instrument(compile(tree, str(path), "exec"))
-    finally:
-        ours.probe = actual
-    index = [probes.code2index[one] for one in _nested(code)]
-    parts = [code, probes.code_lines[str(path)], probes.code_branches[str(path)], index]
-    KEPT.mkdir(parents=True, exist_ok=True)
-    unfinished = kept.with_suffix(f".{os.getpid()}")
-    unfinished.write_bytes(marshal.dumps([key, *parts]))
-    unfinished.replace(kept)
-    return parts
-
-
-def _nested(code):
-    """Yield the code objects in a code object, and it, in the order of `_revive`."""
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _nested(one)
-    yield code
-
-
-def _revive(code, probes, index):
-    """Return the code with true probes, which `probes` knows."""
-    probe, consts = slipcover.slipcover.probe, []
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            one = _revive(one, probes, index)
-        elif type(one) is tuple and one[:1] == (PROBE,):
-            one = probe.new(probes, code.co_filename, one[1], probes.d_miss_threshold)
-        elif type(one) is str and one == HIT:
-            one = probe.signal
-        consts.append(one)
-    code = code.replace(co_consts=tuple(consts))
-    probes.code2index[code] = next(index)
-    return code
 
 
 def _give_plain_code_to_numba():

@@ -249,6 +249,7 @@ void ptx_cp_async_ca_shared_global(u32 to, const void* from, int bytes) {
     start_copy(to, from, 4, bytes);
 }
 void ptx_createpolicy_fractional_L2_evict_first_b64(u64& policy) { policy = 1; }
+void ptx_createpolicy_fractional_L2_evict_normal_b64(u64& policy) { policy = 2; }
 void ptx_cp_async_cg_shared_global_L2_cache_hint(u32 to, const void* from, int bytes, u64) {
     start_copy(to, from, 16, bytes);
 }

@@ -94,6 +94,7 @@ void ptx_bar_arrive(u32 number, int count);
 void ptx_cp_async_cg_shared_global(u32 to, const void* from, int bytes = 16);
 void ptx_cp_async_ca_shared_global(u32 to, const void* from, int bytes);
 void ptx_createpolicy_fractional_L2_evict_first_b64(u64& policy);
+void ptx_createpolicy_fractional_L2_evict_normal_b64(u64& policy);
 void ptx_cp_async_cg_shared_global_L2_cache_hint(u32 to, const void* from, int bytes, u64);
 void ptx_cp_async_wait_all();
 void ptx_cp_async_commit_group();

@@ -44,6 +44,8 @@ CAPTURE = {"capture_error_mode": "thread_local"}
 
 #: The backward for problems where each row tile has one visit.
 ONCE = "flash2-once"
+#: The fused backward in which the first visit of a row tile stores its part of dQ.
+FIRST = "flash2-fused-first"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Family:
 
     `forms` are its backwards, by `deterministic`: None, the three passes of "flash2"; True, the
     fastest whose bits are always the same; False, fused, with dQ added in any order. They support a
-    head_dim up to `widest`. In addition there is `ONCE` if row tiles have one visit.
+    head_dim up to `widest`. Hopper's C++ kernels also have `FIRST` up to a head_dim of 192, and
+    `ONCE` if row tiles have one visit.
     """
 
     backend: str
@@ -63,15 +66,16 @@ class Family:
     def forms_of(self, problem):
         """Return the backwards that the family has for a problem."""
         forms = self.forms if max(problem.head_dim, problem.head_dim_v) <= self.widest else ()
-        return (*forms, ONCE) if self is HOPPER and stores_dq(problem) else forms
+        more = (FIRST, ONCE) if self is HOPPER else ()
+        return (*forms, *(form for form in more if on_hopper(problem, form)))
 
 
-def stores_dq(problem):
-    """Whether Hopper's kernels have "flash2-once" for a problem."""
+def on_hopper(problem, algorithm):
+    """Whether Hopper's kernels have a backward for a problem."""
     from flashsim.backends.cupy_gpu.engine import gpu_of
     from flashsim.backends.launch_policy import hopper
 
-    return not hopper.HOPPER.refusal(problem, None, gpu_of(0), "backward", ONCE)
+    return not hopper.HOPPER.refusal(problem, None, gpu_of(0), "backward", algorithm)
 
 
 PORTABLE = Family("cupy", "portable")
@@ -87,11 +91,12 @@ FAMILIES = {
 }
 
 
-def families(*names):
+def families(*names, **changed):
     """Return parameters for a test's `family`: these, or all; skipped where they cannot run."""
     return [
-        pytest.param(FAMILIES[name], id=name, marks=_marks(FAMILIES[name]))
-        for name in names or FAMILIES
+        pytest.param(replace(one, **changed) if changed else one, id=name, marks=_marks(one))
+        for name, one in FAMILIES.items()
+        if name in (names or FAMILIES)
     ]
 
 
@@ -258,8 +263,8 @@ def run(problem, x, family, **more):
 
 def gradients(result, dout, form, **more):
     """Run a backward in one of `Family.forms_of`; False is fused even if another form is faster."""
-    if form in (False, ONCE):
-        algorithm = "flash2-fused" if form is False else ONCE
+    if form in (False, FIRST, ONCE):
+        algorithm = "flash2-fused" if form is False else form
         result = replace(result, _job=replace(result._job, algorithm=algorithm))
         return result.backward(dout, **more | ({"tiling": None} if form == ONCE else {}))
     return result.backward(dout, deterministic=form, **more)
@@ -387,7 +392,7 @@ def check_bits(problem, family, runs=200, forms=None):
         got = {"out": result.out, "lse": result.lse}
         for form in family.forms_of(problem) if forms is None else forms:
             grads = gradients(result, x["dout"], form, dlse=x.get("dlse"))
-            names = ("dk", "dv") if form is False else ("dq", "dk", "dv")
+            names = ("dk", "dv") if form in (False, FIRST) else ("dq", "dk", "dv")
             got |= {(name, form): getattr(grads, name) for name in names}
         if not first:
             first = got

@@ -17,9 +17,8 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -214,20 +213,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     backend = "numba_cuda" if options.python else "cupy" if options.gpu else ""
     end, done, failures = time.monotonic() + options.seconds, 0, 0
-    seeds = iter(range(options.first, options.first + options.count))
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        waiting = {pool.submit(outcome, n, backend) for n in islice(seeds, 2 * options.jobs)}
-        while waiting:
-            ready = next(as_completed(waiting))
-            waiting.remove(ready)
+    seeds = range(options.first, options.first + options.count)
+    with get_context("spawn").Pool(options.jobs) as pool:
+        for failure in pool.imap_unordered(partial(outcome, backend=backend), seeds):
             done += 1
-            if failure := ready.result():
+            if failure:
                 failures += 1
                 print(failure, flush=True)
             if done % 50 == 0:
                 print(f"{done:,} cases so far, {failures} failed", flush=True)
-            if time.monotonic() < end and (seed := next(seeds, None)) is not None:
-                waiting.add(pool.submit(outcome, seed, backend))
+            if time.monotonic() > end:
+                break
     print(f"{done:,} of {options.count:,} cases, {failures} failed", flush=True)
     return int(failures > 0 or done < options.count)
 

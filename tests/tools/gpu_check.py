@@ -16,8 +16,6 @@ time limit. The exit status says whether all finished in time and succeeded.
 import argparse
 import importlib.util
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -40,21 +38,11 @@ UNFIT |= {("hopper-once", "initcheck")}
 #: rejects some (cuGetProcAddress: invalid argument), which is handled. What the tool reports inside
 #: kernels stays an error, and a failing call of flashsim raises.
 MORE_OPTIONS = {("teaching", "memcheck"): ("--report-api-errors", "no")}
-_TIMED_OUT, _MISSING = 124, 127
 
 
 @dataclass(frozen=True)
 class Command:
-    """One process.
-
-    Attributes
-    ----------
-    name : str
-        Also the name of the output file.
-    words : tuple of str
-    limit_s : float
-        The process is killed after this many seconds.
-    """
+    """One process, killed after `limit_s` seconds; its name is also that of the output file."""
 
     name: str
     words: tuple[str, ...]
@@ -129,23 +117,8 @@ def execute(command: Command, out: Path) -> int:
     log = out / f"{command.name}.txt"
     start = time.monotonic()
     with log.open("w") as file:
-        if shutil.which(command.words[0]) is None:
-            file.write(f"{command.words[0]} is not on PATH\n")
-            status = _MISSING
-        else:
-            process = subprocess.Popen(
-                command.words,
-                cwd=ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # ends its children with it
-            )
-            try:
-                status = process.wait(command.limit_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                status = _TIMED_OUT
+        limited = ("timeout", "--kill-after=1", str(command.limit_s), *command.words)
+        status = subprocess.run(limited, cwd=ROOT, stdout=file, stderr=file, check=False).returncode
     lines = log.read_text(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     took = time.monotonic() - start

@@ -6,6 +6,7 @@ the text begins with "^" or ends with "$".
 """
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -31,3 +32,14 @@ def refused(call, said, scope):
     told, parts = f"^{caught.value}$", map(re.escape, text.strip().split(" ... "))
     assert re.search(".*".join(parts), told, re.DOTALL), told
     return caught.value
+
+
+def refuses(table):
+    """Return a test of every entry of a table, whose calls use names of the caller's module."""
+    scope = sys._getframe(1).f_globals
+
+    @pytest.mark.parametrize(("call", "said"), refusals(table))
+    def test(call, said):
+        refused(call, said, scope)
+
+    return test

@@ -8,6 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from helpers import tensors
 from trace_files import rewritten
 
 import flashsim
@@ -88,6 +89,8 @@ def test_a_trace_comes_back(options, algorithm, path):
                 np.testing.assert_array_equal(mine, theirs)
             for mine, theirs in zip(new.schedule.col_csr, old.schedule.col_csr, strict=True):
                 np.testing.assert_array_equal(mine, theirs)
+        assert loaded.diff(loaded.predicted()) == {}
+        assert (str(loaded), repr(loaded)) == (str(saved), repr(saved))
         if "mask" in options:
             assert isinstance(loaded.problem.mask, SavedMask)
         else:
@@ -95,21 +98,37 @@ def test_a_trace_comes_back(options, algorithm, path):
             assert [s.schedule for s in loaded.stages] == [s.schedule for s in saved.stages]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_loaded_trace_answers_as_the_saved_one(options, path):
-    for saved in traces(options):
-        saved.save(path)
-        loaded = Trace.load(path)
+MARKS = np.arange(70) % 3
+#: Options that only some algorithms take; the algorithm is flash-decode where none is named.
+SPECIAL = {
+    "parts": {"splits": 3, "mask": far},
+    "parts, packed heads": {"splits": 3, "pack_gqa": True, "mask": far},
+    "one part": {"splits": 1, "causal": True},
+    "shared prefix": {"cache_seqlens": [20, 30], "shared_prefix": 16, "splits": 2},
+    "latent": {"head_dim_v": 6},
+    "packed heads": {"algorithm": "flash2", "pack_gqa": True, "causal": True},
+    "functions": {
+        "algorithm": "flash2",
+        "score_mod": lambda s, b, h, q, k: s + MARKS[k],
+        "mask_mod": lambda b, h, q, k: (MARKS[q] == MARKS[k]) | (k < 9),
+        "sinks": np.ones(4, np.float32),
+    },
+}
 
-        assert loaded.diff(saved) == {}
-        assert loaded.diff(loaded.predicted()) == {}
-        for name in ("flops", "on_chip", "bytes", "compulsory", "intensity", "peak_sram"):
-            assert getattr(loaded, name)() == getattr(saved, name)()
-        assert str(loaded) == str(saved)
-        assert repr(loaded) == repr(saved)
-        np.testing.assert_array_equal(loaded.by_tile(), saved.by_tile())
-        np.testing.assert_array_equal(loaded.frame(3).order, saved.frame(3).order)
-        assert loaded.frame(3).moved == saved.frame(3).moved
+
+@pytest.mark.parametrize("options", SPECIAL.values(), ids=SPECIAL)
+def test_a_trace_with_special_options_comes_back(options, path):
+    x = tensors(3, 70, 8, batch=2, heads=4, kv_heads=1)
+    x.k[1], x.v[1] = x.k[0], x.v[0]
+    how = {"algorithm": "flash-decode", "tiling": Tiling(4, 16), "trace": True, **options}
+    saved = flashsim.run(x.q, x.k, None if "head_dim_v" in options else x.v, **how).trace
+    saved.save(path)
+    loaded = Trace.load(path)
+    assert loaded.same_events(saved)
+    assert loaded.schedule.split == saved.schedule.split
+    assert "mask" in options or loaded.problem == saved.problem
+    assert loaded.diff(loaded.predicted()) == {}
+    assert (loaded.flops(), loaded.peak_sram()) == (saved.flops(), saved.peak_sram())
 
 
 def test_a_saved_mask_knows_tiles_but_not_scores(path):
@@ -257,26 +276,6 @@ def test_an_archive_of_something_else_with_a_header(path):
     refused(path, "an archive with a header, but not a flashsim trace")
 
 
-def test_every_truncation_is_refused(trace, path):
-    trace.save(path)
-    whole = path.read_bytes()
-    for size in np.linspace(2, len(whole) - 1, 60).astype(int):
-        path.write_bytes(whole[:size])
-        refused(path, "truncated or damaged")
-
-
-def test_flipped_bytes_are_refused_or_do_not_matter(trace, path):
-    trace.save(path)
-    whole = path.read_bytes()
-    for place in np.linspace(0, len(whole) - 1, 150).astype(int):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
-        try:
-            loaded = Trace.load(path)
-        except TraceError:
-            continue
-        assert loaded.same_events(trace)  # a time stamp or an attribute of the archive
-
-
 def test_damage_that_zip_and_numpy_report_in_their_own_ways_is_refused(trace, path):
     trace.save(path)
     whole = path.read_bytes()
@@ -306,13 +305,6 @@ def test_a_newer_format_says_so(trace, path):
     ("change", "text"),
     [
         ({"header": lambda h: h.pop("device")}, "the header lacks the key 'device'"),
-        ({"header": lambda h: h["problem"].update(n_q=-1)}, "n_q must be at least 1, got -1"),
-        ({"header": lambda h: h["problem"].update(colour=1)}, "argument 'colour'"),
-        (
-            {"header": lambda h: h["names"]["tensor"].append("X")},
-            "in the header's entry 'names', 'tensor' has unknown names: 'X'",
-        ),
-        ({"header": lambda h: h.update(version="x")}, "ValueError"),
         ({"drop": ["events_0"]}, r"missing: \['events_0'\], unknown: none"),
         ({"arrays": {"events_1": np.zeros(3)}}, r"missing: none, unknown: \['events_1'\]"),
         (

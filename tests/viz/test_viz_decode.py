@@ -10,7 +10,6 @@ import flashsim
 from flashsim import Tiling, viz
 from flashsim.errors import UnsupportedError
 from flashsim.trace.steps import Steps
-from flashsim.trace.trace import Trace
 from flashsim.viz.data.diagram import page_edges, part_edges, part_numbers
 from flashsim.viz.film.animation import Film
 
@@ -73,7 +72,7 @@ def test_tile_map():
     assert not plain["pages"].get_paths()
 
 
-def test_animation_and_page_show_parts_and_pages():
+def test_animation_and_page_show_parts_and_pages(tmp_path):
     trace = decoded()
     film = Film(trace)
     scene = film.scenes[0]
@@ -91,14 +90,6 @@ def test_animation_and_page_show_parts_and_pages():
     assert pane["parts"] == [list(edge) for edge in part_edges(trace.schedule)]
     assert pane["pages"] == page_edges(trace.schedule)
     assert set(pane["notes"]) == set(Steps(trace).notes)
-
-
-def test_a_saved_trace_still_knows(tmp_path):
-    trace = decoded()
-    trace.save(tmp_path / "t.npz")
-    again = Trace.load(tmp_path / "t.npz")
-    assert Steps(again).notes == Steps(trace).notes
-    assert part_edges(again.schedule) == part_edges(trace.schedule)
     trace.to_perfetto(tmp_path / "t.json")
     assert "combine" in (tmp_path / "t.json").read_text()
 

@@ -79,6 +79,7 @@ viz.banks([]) -> OptionError: pass one or more
 viz.banks([banks.access("column", columns=512)]) -> OptionError: fewer columns
 viz.precision(precision.laboratory((32,), kinds=("normal",), points=("lse",)), kind="heavy")
     -> OptionError: there are no results for 'heavy' inputs of length 32
+viz.block_sizes(None) -> DTypeError: must be the result of flashsim.blocks.sizes, got None
 viz.block_sizes(blocks.sizes(Problem(1024, head_dim=128), (64,)), stage="dq")
     -> OptionError: unknown stage 'dq'
 viz.l2_curve({}) -> OptionError: nothing to draw: pass one or more results

@@ -211,7 +211,7 @@ def about(source: Trace | Traffic) -> list[str]:
         *(["with a bias"] if p.bias else []),
         *(["block-sparse"] if p.block_mask else []),
         *(["own mask"] if p.mask else []),
-        f"tiles of {source.tiling.block_q} × {source.tiling.block_k}",
+        f"tiles of {source.tiling}".replace(" x ", " × "),
         HOW.get(source.backend, source.backend),
     ]
 

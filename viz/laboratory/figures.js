@@ -277,7 +277,7 @@ function length_figure(r, T, guess) {
   const scaled = (n) => ({
     ...s, ...at, [key]: n, fit: 0, block_q: r.tile.q, block_k: r.tile.k, docs: Math.min(s.docs, n),
   });
-  const names = { standard: 0, flash1: 1, flash2: 2, "flash2-fused": 3, "flash2-once": 4, "flash-decode": 5 };
+  const names = { standard: 0, flash1: 1, flash2: 2, "flash2-fused": 3, "flash2-once": 4, "flash-decode": 5, "flash2-fused-first": 6 };
   const shown_too = ["standard", "flash1", "flash2"].filter((name) => name !== s.algorithm &&
     LAB.algorithms[name].directions.includes(s.direction) && s.algorithm !== "flash2-once");
   const xs = [...new Set([...LENGTHS.filter((n) => both || n >= 64), here])].sort((a, b) => a - b);

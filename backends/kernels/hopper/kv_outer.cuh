@@ -292,6 +292,28 @@ __device__ inline void pass_turn(u32* turn) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
 }
 
+#if FS_FIRST
+// The first block to reach a piece of dQ stores it, and no kernel writes zeros. `piece` is 0 before,
+// 1 while that block stores, and 2 afterwards. Other blocks wait for 2 and then add. The first
+// block already has its piece in shared memory, so it never waits for another one. `flag` is the
+// value before the piece was complete: reading it then hides the latency of most visits.
+__device__ inline u32 flag_of(const u32* piece) {
+    u32 flag;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(flag) : "l"(piece) : "memory");
+    return flag;
+}
+__device__ inline bool comes_first(u32* piece, u32 flag) {
+    if (flag == 0 && atomicCAS(piece, 0, 1) == 0) return true;
+    while (flag != 2) flag = flag_of(piece);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    return false;
+}
+__device__ inline void let_others_add(u32* piece) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("st.release.gpu.global.u32 [%0], 2;" :: "l"(piece) : "memory");
+}
+#endif
+
 // Stages a piece of dQ that is not transposed, 32 columns per box, whose rows are swizzled. Odd
 // rows write the other half of a box's columns first: otherwise two rows would conflict in the same
 // banks.
@@ -327,6 +349,11 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
         for (int left = step.begin(a, it, it.visits.count); left; --left) {
             const int walk = it.walk * a.group + step.member;  // index of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
+            [[maybe_unused]] bool stores = false;
+#if FS_FIRST
+            u32* piece = a.turns + (i64(walk) * a.n_q + first) * 2 + g;
+            const u32 flag = leads ? flag_of(piece) : 0;
+#endif
             named_sync(DQ_FULL + g, 160);  // the piece is complete
             if (leads) {
 #if FS_ORDERED
@@ -336,12 +363,21 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 const int row = first + dq_row(g);
                 const Place to = place(row, it.end, walk / a.heads);
                 int columns = 0;  // columns that exist
+#if FS_FIRST
+                stores = comes_first(piece, flag);
+                if (stores)
+#pragma unroll 1  // few registers
+                    for (int c = 0; c < DQ_BOXES; ++c)
+                        store_box(map_dq, s.dq[g][c], dq_column(g, c), to.row, walk % a.heads,
+                                  to.batch);
+#endif
 #pragma unroll
                 for (int c = 0; c < DQ_BOXES; ++c) {
                     const int column = dq_column(g, c);
                     if (column >= FS_HEAD_DIM) continue;
-                    (FS_ONCE ? store_box : reduce_box)(map_dq, s.dq[g][c], column, to.row,
-                                                       walk % a.heads, to.batch);
+                    if (!stores)
+                        (FS_ONCE ? store_box : reduce_box)(map_dq, s.dq[g][c], column, to.row,
+                                                           walk % a.heads, to.batch);
                     columns += min(FS_ONCE ? 64 : 32, FS_COUNTED - column);
                 }
                 reduce_commit();
@@ -357,6 +393,11 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             if (leads) {
                 reduce_wait();
                 pass_turn(a.turns + (i64(walk) * a.n_q + first) * 2 + g);
+            }
+#elif FS_FIRST
+            if (stores) {
+                reduce_wait();
+                let_others_add(piece);
             }
 #endif
             step.next(a, it, it.visits.count);

@@ -1,6 +1,7 @@
 // The two row-wise passes around a backward. `flash_delta` runs before it: delta = rowsum(dO * O),
 // with FS_DLSE minus the LSE's gradient; it also clears the float32 accumulator of dQ, if there is
-// one. `flash_convert` runs after it. A block owns a row tile of a head. Both start with the last
+// one, or with FS_FIRST only the flags of its pieces (hopper/kv_outer.cuh). `flash_convert` runs
+// after it. A block owns a row tile of a head. Both start with the last
 // head: L2 then has the first heads when the backward begins with them, and still has dQ of the
 // last heads when the backward is done. No shared memory; every access to whole rows is 16 bytes
 // wide.
@@ -99,7 +100,10 @@ flash_delta(const __grid_constant__ Args a) {
             if (r < rows.stop && lane == 0) a.delta[i64(walk) * a.n_q + r] = sum[j], stored += 4;
         }
     }
-#if FS_FUSED
+#if FS_FIRST
+    if (threadIdx.x < 2 && rows.start < rows.stop)
+        a.turns[(i64(walk) * a.n_q + rows.start) * 2 + threadIdx.x] = 0;
+#elif FS_FUSED
     const i64 first = i64(walk) * a.n_q + rows.start;
     float4* acc = reinterpret_cast<float4*>(a.dq_acc + first * FS_HEAD_DIM);
     for (int e = threadIdx.x; e < (rows.stop - rows.start) * (FS_HEAD_DIM / 4); e += THREADS) {
@@ -127,6 +131,11 @@ flash_convert(const __grid_constant__ Args a) {
         reinterpret_cast<const float4*>(a.dq_acc + (i64(walk) * a.n_q + rows.start) * FS_HEAD_DIM);
     constexpr int PER_ROW = FS_HEAD_DIM / 8;
     const int pieces = (rows.stop - rows.start) * PER_ROW;
+#if FS_FIRST
+    const bool empty = a.turns[(i64(walk) * a.n_q + rows.start) * 2] != 2;  // no visit stored here
+#else
+    constexpr bool empty = false;
+#endif
     for (int e0 = threadIdx.x; e0 < pieces; e0 += DEEP * THREADS) {
         float4 x[DEEP], y[DEEP];
 #pragma unroll
@@ -139,7 +148,8 @@ flash_convert(const __grid_constant__ Args a) {
             const int e = e0 + j * THREADS;
             if (e >= pieces) break;
             const float s = a.scale;
-            const float4 l = x[j], h = y[j];
+            const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
+            const float4 l = empty ? zero : x[j], h = empty ? zero : y[j];
             dq.piece(rows.start + e / PER_ROW, e % PER_ROW) = {
                 pack(l.x * s, l.y * s), pack(l.z * s, l.w * s), pack(h.x * s, h.y * s),
                 pack(h.z * s, h.w * s)};

@@ -35,7 +35,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     let_what_runs_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const char *k = own.base(a.k), *v = own.base(a.v);
-    const u64 once = evict_first();
+    const u64 policy = cache_policy();
     u32* visit_count = a.visit_counts + own.visit(a) * 8;
     u32* item_count = a.item_counts + own.item(a) * 8;
     u64* visit_stamp = a.visit_stamps + own.visit(a) * 5;
@@ -45,7 +45,6 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     // multiple of KEYS, a warp's keys of a tile lie in one page. Otherwise lane l has the page of
     // the warp's key l % KEYS. If the page table names a page that does not exist, page 0 is read
     // instead, and all results become NaN.
-    // become NaN.
     constexpr bool ONE_PAGE = PAGE != 0 && PAGE % KEYS == 0;
     bool bad = false;
     auto page_of = [&](int n) {
@@ -73,8 +72,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
                     const i64 own_row = pages[0] * x.batch + within * x.row;
                     return [own_row](int r) { return __shfl_sync(~0u, own_row, r); };
                 };
-                k_bytes = stream<KeyRow>(stage.K, k, count, once, row_of(a.k));
-                v_bytes = stream<ValueRow>(stage.V, v, count, once, row_of(a.v));
+                k_bytes = stream<KeyRow>(stage.K, k, count, policy, row_of(a.k));
+                v_bytes = stream<ValueRow>(stage.V, v, count, policy, row_of(a.v));
             } else {
                 auto from = [&](const char* base, const Tensor& x) {
                     const i64 row = PAGE ? pages[0] * x.batch + first % max(PAGE, 1) * x.row
@@ -82,8 +81,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
                     return base + row * FS_BYTES;
                 };
                 auto row_of = [](int stride) { return [stride](int r) { return r * stride; }; };
-                k_bytes = stream<KeyRow>(stage.K, from(k, a.k), count, once, row_of(int(a.k.row)));
-                v_bytes = stream<ValueRow>(stage.V, from(v, a.v), count, once,
+                k_bytes = stream<KeyRow>(stage.K, from(k, a.k), count, policy, row_of(int(a.k.row)));
+                v_bytes = stream<ValueRow>(stage.V, from(v, a.v), count, policy,
                                            row_of(int(a.v.row)));
             }
             if constexpr (PAGE != 0) {

@@ -4,13 +4,19 @@ template <int LEFT>
 __device__ inline void cp_async_wait_group() {  // waits until LEFT groups are in flight
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-__device__ inline u64 evict_first() {
+// A cache larger than L2 is read once: its lines are evicted first, and displace nothing that is
+// kept. A small cache (FS_IN_L2) may stay in L2 for the next call. Its lines must then be normal
+// ones, because lines that are evicted first displace only each other.
+__device__ inline u64 cache_policy() {
     u64 policy;
+#if FS_IN_L2
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+#else
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
     return policy;
 }
-// A cache is read once: its lines are evicted from L2 first, and displace nothing that is kept.
-__device__ inline void cp_async_once(u32 to, const char* from, int bytes, u64 policy) {
+__device__ inline void cp_async_hinted(u32 to, const char* from, int bytes, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
                  "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
@@ -30,8 +36,8 @@ __device__ inline u32 stream(const T& tile, const char* base, int count, u64 pol
         const int c = EVEN ? lane % T::CHUNKS : (e * 32 + lane) % T::CHUNKS;
         const i64 row = at(r);  // every lane calls it: with pages, lanes shuffle
         const bool inside = r < count && (R::WIDTH == T::COLS || c * WIDE < R::WIDTH);
-        cp_async_once(to + T::offset(r, c), base + (inside ? (row + c * WIDE) * FS_BYTES : 0),
-                      inside ? 16 : 0, policy);
+        cp_async_hinted(to + T::offset(r, c), base + (inside ? (row + c * WIDE) * FS_BYTES : 0),
+                        inside ? 16 : 0, policy);
         bytes += inside ? R::bytes(c) : 0;
     }
     return bytes;

@@ -51,6 +51,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
 def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
     """Return the requested tiling, or the largest square one that fits, or raise `TilingError`."""
     if tiling is not None:
+        tiling.refuse_dq_rows("kernel='teaching'")
         need = shared_bytes(problem, tiling, direction)
         if need <= SHARED_BYTES and max(tiling.block_q, tiling.block_k) <= 1024:
             return tiling

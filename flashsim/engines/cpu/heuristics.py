@@ -37,6 +37,7 @@ def tiling(
 ) -> Tiling:
     """Return the requested tiling, if it fits on chip, or a default tiling that fits."""
     if requested is not None:
+        requested.refuse_dq_rows("backend='numba'")
         requested.check(problem, device, algorithm, direction)
         return requested
     for usual in suits:

@@ -79,8 +79,9 @@ def predict(
         Score functions cannot be predicted. Mask functions can: they change the tiles that are
         visited, and their evaluation takes no time in this model.
     direction : {"forward", "backward"}
-    algorithm : {"flash2", "flash2-fused", "flash2-once", "flash-decode", "standard"}
-        "flash2-once" exists for Hopper's kernels only. With "standard", do not pass kernels,
+    algorithm : {"flash2", "flash2-fused", "flash2-fused-first", "flash2-once", "flash-decode", \
+"standard"}
+        "flash2-fused-first" and "flash2-once" exist for Hopper's kernels only. With "standard", do not pass kernels,
         tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
         The kernel family; default: the family for the device. "python" means the kernels of
@@ -256,6 +257,7 @@ def _form(
         stores_dq=lambda _: family.stores_dq(problem, gpu, ordered=deterministic),
         orders_dq=lambda _: family.orders_dq(problem),
         fuses=lambda _: family.fuses(problem, gpu),
+        stores_first=lambda _: family.stores_first(problem, gpu),
     )
     if ordered:
         raise UnsupportedError(
@@ -282,10 +284,10 @@ def _prepare(
     pack_gqa: bool | None = None,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
     """Return the kernels that `run` would launch for a pass, and the pass's `Traffic`."""
-    if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
+    if algorithm not in plans.PACKING:
         raise OptionError(
             f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
-            "'flash2-once', 'flash-decode' or 'standard' as algorithm="
+            "'flash2-fused-first', 'flash2-once', 'flash-decode' or 'standard' as algorithm="
         )
     # FP8 kernels use the constants of the 16-bit forward.
     family = HOPPER_FP8 if problem.fp8 else _family(kernels, direction)
@@ -299,7 +301,7 @@ def _prepare(
         problem,
         algorithm=algorithm,
         direction=direction,
-        tiling=passes[0].tables.schedule.tiling,
+        tiling=Tiling.joined({x.stage.name: x.tables.schedule.tiling for x in passes}),
         pack_gqa=passes[0].tables.schedule.split.pack_gqa or None,
         device=replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm),
     )
@@ -433,6 +435,10 @@ def _blocks(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray, tuple[int
     equal = cost_model.has_equal_tiles(one.stage, one.tables)
     share = (cost_model.TOGETHER if equal else cost_model.CLUSTERS)[blocks]
     places = int(work.traffic.device.sm_count * share)
+    started = one.walks * len(work.visits) * blocks
+    at_once = blocks * dict(work.traffic.device.clusters).get(blocks, 0)
+    if places < started <= at_once:  # all clusters run at once, as in `cost_model.shared_out`
+        places = at_once
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
 
@@ -451,6 +457,8 @@ def constants_names(one: KernelPass, problem: Problem) -> list[str]:
     """Return a launch's names in `constants`: one for its head width, then one for any width."""
     named = constants_name(one, problem)
     without, _, width = named.rpartition(", ")
+    if named == "dq, 128 rows":
+        return [named, "dq, 128", "dq"]
     return [named, without] if without == "forward" or width == "128" else [named]
 
 
@@ -469,6 +477,8 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
         if name == "fused" and width > 192:
             return "fused, widest"  # shared memory has no space for the dQ to be stored
         return f"{name}, roles" if one.kernel.name.endswith("_roles") else f"{name}, wide"
+    if name == "dq" and width > 64 and one.tables.schedule.tiling.block_q > 64:
+        return "dq, 128 rows"
     how = ", deferred" if dict(one.kernel.constants).get("FS_DEFERRED") else ""
     how = ", once" if one.stage.once else how
     return f"{name}{how}{', 128' if width > 64 else ''}"
@@ -488,4 +498,6 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     waiting = work.longest * latency + c.item
     if work.one.tables.shares is not None:
         waiting = waiting + calibration.SHARES
+    if dict(work.one.kernel.constants).get("FS_FIRST"):
+        waiting = waiting + work.longest * calibration.FIRST
     return shared, waiting

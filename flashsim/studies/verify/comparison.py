@@ -196,7 +196,8 @@ class _Dram:
             # The prediction for the C++ kernels is also used for those in Python.
             side = "row" if stage.outer == "queries" else "col"
             tables = lower(self.traffic.schedule(stage), side)
-            how = HOPPER.hand_out(stage, tables, Gpu.like(self.traffic.device))
+            gpu = Gpu.like(self.traffic.device)
+            how = HOPPER.hand_out(stage, tables, gpu, self.traffic.tiling)
             heads, walk = how.clump, "in-step" if how.in_step else walk
             cluster = how.launches[0].cluster if len(how.launches) == 1 else 1
         model = replace(self.l2, blocks_per_sm=blocks, heads_in_group=heads)

@@ -89,7 +89,8 @@ class StageKernel:
         gpu, tables = Gpu.like(traffic.device), lower(traffic.schedule(stage), "col")
         steps = tables.visits * (traffic.problem.group if stage.per == "group" else 1)
         found = []
-        for blocks, items, late in HOPPER.hand_out(stage, tables, gpu, ordered=in_turns).launches:
+        how = HOPPER.hand_out(stage, tables, gpu, traffic.tiling, ordered=in_turns)
+        for blocks, items, late in how.launches:
             # Visits per key tile; if launches differ, all key tiles have equally many
             # (`Hopper.launches`).
             working = np.full_like(steps, blocks)
@@ -146,7 +147,7 @@ class StageKernel:
                 columns, _ = hopper_kernels.tile_columns(stage.name, p)
                 if columns <= 128:
                     columns, _ = hopper_kernels.product_columns(
-                        stage.name, p, traffic.tiling, blocks
+                        stage.name, p, traffic.tiling.of(stage.name), blocks
                     )
                 total += (blocks - 1) * n * traffic.tiling.block_k * 2 * columns * 4
         return total
@@ -182,7 +183,7 @@ class StageKernel:
         kernels discard count too.
         """
         traffic, stage, hopper, python = self.traffic, self.stage, self.hopper, self.python
-        p, tiling = traffic.problem, traffic.tiling
+        p, tiling = traffic.problem, traffic.tiling.of(stage.name)
         (d, dv), beyond = padded_dims(p), 0
         sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
         walks, _ = plans.heads_of(stage, p)
@@ -226,7 +227,8 @@ class StageKernel:
         warpgroups reads all values.
         """
         traffic, stage = self.traffic, self.stage
-        p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
+        p, schedule = traffic.problem, traffic.schedule(stage)
+        block = schedule.tiling.block_q
         past_l1 = self.hopper and stage.name == "dq"
         times, a_sector = 1 + (past_l1 and block == 64), SECTOR // 4
         spans = schedule.col_spans if stage.outer == "keys" else None
@@ -271,7 +273,11 @@ class StageKernel:
         Tiles that the sequence's end cuts off count with all their rows.
         """
         traffic, stage = self.traffic, self.stage
-        p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
+        p, schedule, tiling = (
+            traffic.problem,
+            traffic.schedule(stage),
+            traffic.tiling.of(stage.name),
+        )
         walks, _ = plans.heads_of(stage, p)
         rows = shape(p, tensor).axis == ROW
         table, block = (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)

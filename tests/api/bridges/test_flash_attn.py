@@ -9,9 +9,10 @@ from refusals import refusals, refused
 
 torch = pytest.importorskip("torch")
 
-from flashsim.errors import OptionError, ShapeError, UnsupportedError  # noqa: E402
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError  # noqa: E402
 from flashsim.functions.tracing import trace_score  # noqa: E402
 from flashsim.torch import (  # noqa: E402
+    attention,
     decode,
     decoding,
     flash_attn,
@@ -478,6 +479,22 @@ decode(*CACHE[:2], CACHE[2][:, :, :4]) -> ShapeError: same entries
 decode(CACHE[0], CACHE[1][:1], CACHE[2][:1]) -> ShapeError: an entry for each of the
 decode(CACHE[0].double(), *CACHE[1:]) -> DTypeError: the same dtype
 decode(CACHE[0][..., :8], *CACHE[1:]) -> ShapeError: the same head_dim
+decode(*CACHE, block_table=[[0], [1]]) -> DTypeError: block_table must be Tensor | None, got [[0
+fa2.flash_attn_func(Q, K, V, alibi_slopes=[0.5, 0.25]) -> DTypeError: alibi_slopes must be Tensor
+fa2.flash_attn_kvpacked_func(Q, [K, V]) -> DTypeError: kv must be Tensor, got [tensor(
+fa2.flash_attn_qkvpacked_func([Q, K, V]) -> DTypeError: qkv must be Tensor, got [tensor(
+fa2.flash_attn_varlen_func(*ONE, 5, CUTS[1], 5, 8) -> DTypeError: cu_seqlens_q must be Tensor, got 5
+fa2.flash_attn_with_kvcache(None, K, V) -> ShapeError: q must be a tensor
+fa2.flash_attn_with_kvcache(Q, K.numpy(), V) -> ShapeError: k_cache must be a tensor
+fa2.flash_attn_with_kvcache(Q, K, V, K.numpy(), V, cache_seqlens=0) -> ShapeError: k must be a
+fa2.flash_attn_with_kvcache(Q, K, V, block_table=[[0]]) -> DTypeError: block_table must be Tensor
+fa2.flash_attn_combine([Q], [K]) -> DTypeError: out_partial must be Tensor, got [tensor(
+fa3.flash_attn_func(Q, K, V, qv=[1]) -> ShapeError: qv must be a tensor
+fa3.flash_attn_qkvpacked_func([Q, K, V], num_heads_q=1) -> DTypeError: qkv must be Tensor, got [
+fa3.flash_attn_with_kvcache(Q, K, V, page_table=[[0]]) -> DTypeError: page_table must be Tensor
+cute.flash_attn_func(Q, K, [V]) -> ShapeError: v must be a tensor
+cute.flash_attn_varlen_func([Q], K, V) -> DTypeError: q must be Tensor, got [tensor(
+fa3.flash_attn_func(Q, K, V, is_causal=True) -> UnknownArgumentError: here it is called causal
 """)
 
 
@@ -536,6 +553,11 @@ def test_what_does_not_fit_is_refused_before_a_cache_changes():
             *(q.flatten(0, 1), *caches),
             **{"cache_seqlens": torch.tensor([1, 2, 3]), "cu_seqlens_q": torch.tensor([0, 2, 4])},
         )
+    for name in ("k", "v"):
+        words = f"{name}= must have the dtype of {name}_cache, float32, got float16; convert it"
+        with pytest.raises(DTypeError, match=words):
+            flash_attn.flash_attn_with_kvcache(q, *caches, **fits | {name: fits[name].half()})
+    torch.testing.assert_close(caches, (k, v), rtol=0, atol=0)
     flash_attn.flash_attn_with_kvcache(q, *caches, **fits)
     assert torch.equal(caches[0][1, 7:], new_k[1])
 
@@ -585,6 +607,17 @@ def test_decode_checks_and_has_no_gradient():
     got = decode(q.requires_grad_(), k, v)
     with pytest.raises(UnsupportedError, match="no gradient"):
         got.sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_decode_casts_under_autocast_as_attention_does(compiled):
+    q, k, v = tensors((2, 4, 1, 16), (2, 2, 9, 16), (2, 2, 9, 16))
+    run = torch.compile(decode, fullgraph=True, backend="aot_eager") if compiled else decode
+    wanted = decode(*(x.bfloat16() for x in (q, k, v)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(run(q, k.bfloat16(), v), wanted)
+        assert attention(q, k, v).dtype == wanted.dtype
+    assert wanted.dtype == torch.bfloat16
 
 
 def test_decode_compiles():

@@ -11,14 +11,14 @@ pytest.importorskip("expecttest")
 from outside import __main__ as command  # noqa: E402
 from outside import (  # noqa: E402
     cs336,
-    flash_attention,
     flash_attention_files,
     flash_attention_functions,
+    functions_judged,
     jax_nn,
     torch_flex,
     torch_sdpa,
 )
-from outside.cases import NotApplicable, Test, one_of_each, product, tried  # noqa: E402
+from outside.cases import NotApplicable, Test, chosen, one_of_each, product, tried  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
@@ -36,16 +36,6 @@ def slice_of(suite, name, /, **values):
     [
         (cs336, "flash_forward_pass_pytorch", {}),
         (cs336, "flash_backward_pytorch", {}),
-        (flash_attention, "output", {"d": 32, "n": (113, 203), "alibi": True, "heads": "gqa"}),
-        (flash_attention, "output", {"d": 59, "n": (113, 211), "softcap": 50.0, "local": True}),
-        (flash_attention, "varlen_causal", {"d": 40, "n": (127, 512), "local": True}),
-        (flash_attention, "qkvpacked", {"d": 32, "n": (97, 97), "causal": True}),
-        (flash_attention, "splitkv", {"d": 32, "n": (3, 799), "local": True}),
-        (flash_attention, "kvcache", {"d": 32, "n": (1, 339), "pages": 256, "causal": True}),
-        (flash_attention, "bwd_overflow", {"n": (17, 17)}),
-        (flash_attention, "bwd_transpose", {"n": (97, 97)}),
-        (flash_attention, "bwd_varlen_overflow", {}),
-        (flash_attention, "race_condition, deterministic", {"d": 32, "n": (1, 239)}),
         (torch_sdpa, "scaled_dot_product_attention: values and gradients", {"number": 8}),
         (torch_sdpa, "scaled_dot_product_attention: not contiguous", {"number": 9}),
         (torch_sdpa, "scaled_dot_product_attention: gradcheck", {"number": 12}),
@@ -69,11 +59,11 @@ def test_a_point_of_each_test_passes(suite, name, values):
 
 
 def test_a_wrong_result_would_fail(monkeypatch):
-    real = flash_attention.attention
-    wrong = lambda *x, **o: real(*x, **{**o, "causal": not o["causal"]})  # noqa: E731
-    monkeypatch.setattr(flash_attention, "attention", wrong)
-    result = slice_of(flash_attention, "output", d=32, n=(113, 203), causal=True)
-    assert [text.partition("AssertionError: ")[2][:3] for text in result.failures] == ["out"]
+    real = functions_judged.flex_attention
+    wrong = lambda q, k, v, score, mask, **how: real(q, k, v, None, mask, **how)  # noqa: E731
+    monkeypatch.setattr(functions_judged, "flex_attention", wrong)
+    result = slice_of(flash_attention_functions, "test_score_mod", name="times_two", n=(113, 128))
+    assert [text.partition("AssertionError: ")[2][:3] for text in result.failures] == ["LSE"]
 
 
 def one_test():
@@ -141,6 +131,8 @@ def test_output(seqlen_q, seqlen_k, d, dropout_p, alibi):
     if d == 33:
         pytest.skip("odd")
     q, k = torch.randn(2, seqlen_q, 2, d), torch.randn(2, seqlen_k, 2, d)
+    global device
+    device = "cuda"
     slopes = torch.rand(2) if alibi else None
     out = flash_attn_func(q, k, k, dropout_p, causal=True, alibi_slopes=slopes)
     assert out.shape == q.shape
@@ -187,13 +179,15 @@ def test_other():
 
 
 def test_files_of_flash_attention_run_on_the_interfaces(tmp_path, monkeypatch):
-    """Parametrized functions are points; what is not ours to do is counted with its reason."""
+    """Parametrized functions are points; what is not ours to do is counted with its reason.
+
+    On a CPU one file runs, with its device replaced and without the larger points.
+    """
     for name, text in THEIRS.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setenv("FLASH_ATTENTION", str(tmp_path))
-    assert flash_attention_files.tests("cpu", whole=False) == []
     found = {x.name: tried("S", x) for x in flash_attention_files.tests("cuda", whole=True)}
     output = found["FA2 output"]
     assert (output.passed, len(output.failures)) == (4, 4)
@@ -213,6 +207,11 @@ def test_files_of_flash_attention_run_on_the_interfaces(tmp_path, monkeypatch):
     assert sum(found["FA3 flash3_bw_compatibility"].unfit.values()) == 1
     few = {x.name: tried("S", x) for x in flash_attention_files.tests("cuda", whole=False)}
     assert few["FA2 output"].left_out > 0
+    monkeypatch.setattr(flash_attention_files, "MOST", 4)
+    (on_cpu,) = flash_attention_files.tests("cpu", whole=False)
+    assert {point["seqlen_q"] for point in chosen("S", on_cpu)[1]} == {1}
+    tried("S", on_cpu)
+    assert on_cpu.run.args[0].__globals__["device"] == "cpu"
     assert "flash_attn" not in sys.modules
 
 

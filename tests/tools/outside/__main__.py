@@ -25,7 +25,7 @@ from outside.running import run
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/notebooks/outside.md"
 SUITES = (
-    *("cs336", "flash_attention", "flash_attention_files", "flash_attention_functions"),
+    *("cs336", "flash_attention_files", "flash_attention_functions"),
     *("torch_sdpa", "torch_flex", "jax_nn"),
 )
 

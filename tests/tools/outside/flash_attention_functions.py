@@ -16,7 +16,7 @@ from function_cases import Case
 from flashsim import Problem, Tiling
 from flashsim.schedule.schedule import Schedule
 from outside.cases import Point, Test, one_of_each, product
-from outside.flash_attention import MOST
+from outside.flash_attention_files import MOST
 from outside.functions_judged import judged
 
 TITLE = "flash-attention (score_mod and mask_mod of its CuTe kernels)"
