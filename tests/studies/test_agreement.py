@@ -329,14 +329,15 @@ def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, ti
 def test_docs_print_the_errors_of_predicted_times(benchmark, times, errors):
     assert benchmark.errors_table(errors).markdown() in RESULTS
     assert benchmark.errors_table(benchmark.errors(times.unchanged())).markdown() in RESULTS
-    assert benchmark.library_table().markdown() in RESULTS
+    library = benchmark.library_table()
+    assert library.markdown() in RESULTS
     assert benchmark.others_table().markdown() in RESULTS
     decoding = script("predict_decode")
     table = decoding.decode_table(decoding.decode_cases())
     assert table.markdown() in RESULTS
     mean, worst = table.records()[-1]["all, mean"], table.records()[-1]["all, worst"]
     assert f"| mean {mean} %, worst {worst.lstrip('+-')} % |" in MODELS
-    ratios = [float(row[n]) for row in benchmark.library_table().rows for n in (3, 5)]
+    ratios = [float(row[n]) for row in library.rows for n in (3, 5)]
     assert min(ratios) > 1  # standard attention is never faster than it could be
     assert f"torch's kernels take {min(ratios)} to {max(ratios)} times as long" in (
         " ".join(MODELS.split())

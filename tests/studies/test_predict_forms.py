@@ -150,7 +150,7 @@ def test_the_form_that_runs_is_predicted_and_named(form):
 def test_clusters_of_an_h100_are_those_that_its_driver_runs_at_once():
     """A GPU plans with the driver's numbers; 16 clusters of eight would need a second wave."""
     h100 = Device.get("H100")
-    assert Gpu.like(h100).clusters == ((1, 132), (2, 66), (4, 30), (8, 15))
+    assert Gpu.like(h100).clusters == ((2, 66), (4, 30), (8, 15))
     p = Problem(464, head_dim=128, batch=2, heads=16, kv_heads=2, causal=True, dtype="bfloat16")
 
     def blocks(device):

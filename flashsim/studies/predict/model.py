@@ -79,10 +79,10 @@ def predict(
         Score functions cannot be predicted. Mask functions can: they change the tiles that are
         visited, and their evaluation takes no time in this model.
     direction : {"forward", "backward"}
-    algorithm : {"flash2", "flash2-fused", "flash2-fused-first", "flash2-once", "flash-decode", \
-"standard"}
-        "flash2-fused-first" and "flash2-once" exist for Hopper's kernels only. With "standard", do not pass kernels,
-        tiling, constants or heads_in_group.
+    algorithm : str
+        "flash2", "flash2-fused", "flash2-fused-first", "flash2-once", "flash-decode" or "standard".
+        "flash2-fused-first" and "flash2-once" exist for Hopper's kernels only. With "standard", do
+        not pass kernels, tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
         The kernel family; default: the family for the device. "python" means the kernels of
         `backend="numba_cuda"` on a Hopper GPU (backward: ``kernel="tensor"``); it needs numba-cuda.
@@ -215,21 +215,22 @@ def _beside(
     for one in passes:
         c = _constants(one, traffic, constants)
         shared, waiting, grid, places = _blocks(work_of(one, traffic), c)
-        runs.append(((shared + waiting).tolist(), grid, places))
-    (before, its, places), (takes, grid, _) = runs
+        runs.append((cost_model.Queue((shared + waiting).tolist(), *grid), places))
+    (before, places), (queue, _) = runs
     # Some SMs cannot run a cluster; they are free from the beginning.
-    done = cost_model.ends(before, *its, [0.0] * places) + [0.0] * (device.sm_count - places)
-    alone = max(cost_model.ends(takes, *grid, [0.0] * len(done)))
-    gained = alone + max(done) - _held_back(takes, *grid, done)
+    done = cost_model.ends(before, [0.0] * places) + [0.0] * (device.sm_count - places)
+    alone = max(cost_model.ends(queue, [0.0] * len(done)))
+    gained = alone + max(done) - _held_back(queue, done)
     adds = max(0.0, dq.seconds - c.launch - gained)
     return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))
 
 
-def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
+def _held_back(queue: cost_model.Queue, free: Sequence[float]) -> float:
     """Return when a launch ends if each of its thread blocks has a fixed first work tile.
 
     The parameters are those of `cost_model.ends`.
     """
+    takes, walks, clump, _ = queue
     order = [
         item
         for first in range(0, walks, clump)
@@ -237,7 +238,7 @@ def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[fl
         for _ in range(min(clump, walks - first))
     ]
     held = [begin + item for begin, item in zip(sorted(free), order, strict=False)]
-    return max(cost_model.ends(order[len(held) :], 1, 1, held))
+    return max(cost_model.ends(cost_model.Queue(order[len(held) :], 1, 1), held))
 
 
 def _form(
