@@ -5,6 +5,7 @@ up to more than their pass takes.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -42,7 +43,8 @@ ON_OTHER_HOST = (
     "short-backwards-h100.csv",
 )
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
-PASSES |= {name: ("backward", name) for name in ("flash2-fused", "flash2-once")}
+FUSED = "flash2-fused", "flash2-fused-first", "flash2-once"
+PASSES |= {name: ("backward", name) for name in FUSED}
 SETS = {"fitted": frozenset(time_shapes.CALIBRATION), "held out": frozenset(time_shapes.HELD_OUT)}
 
 
@@ -112,6 +114,12 @@ def added_by_events(path, row):
     return 0.0 if row.get("calls") else added / calls, added
 
 
+def tiling_of(text):
+    """Return a tiling from its text: the inverse of `str`."""
+    q, k, dq = re.fullmatch(r"(\d+) x (\d+)(?: \(dQ: (\d+) x \d+\))?", text).groups()
+    return Tiling(int(q), int(k), dq_rows=int(dq) if dq else None)
+
+
 def rows_of(path):
     """Return each pass of a file: its row, and its stages' times in seconds."""
     found = []
@@ -164,7 +172,7 @@ def of_hopper(path):
         p, name = problem_of(row), row["pass"]
         if row["kernels"] != "hopper" or name not in PASSES:
             continue
-        tiling, device = Tiling(*map(int, row["tile"].split(" x "))), device_of(row)
+        tiling, device = tiling_of(row["tile"]), device_of(row)
         of_pass, of_stage = added_by_events(path, row)
         whole = float(row["us"]) * 1e-6 - of_pass
         if name == "forward":
@@ -195,7 +203,7 @@ def short_backwards():
             int(row["n"]), **sizes, dtype="bfloat16", causal=row["causal"] == "True", window=window
         )
         how = {"direction": "backward", "algorithm": "flash2-fused", "device": device}
-        tiling = Tiling(*map(int, row["tile"].split(" x ")))
+        tiling = tiling_of(row["tile"])
         try:
             passes, _ = model._prepare(p, *PASSES["flash2-fused"], "hopper", tiling, device)
         except UnsupportedError:  # a tile of an experiment
@@ -249,7 +257,7 @@ def measured(path=DATA / "times-h200.csv"):
     return [
         Measured(
             *key,
-            Tiling(*map(int, x["tile"].split(" x "))),
+            tiling_of(x["tile"]),
             x["seconds"],
             _alone(x["stages"], x, beside="dq" in x["stages"] and key[1] == "hopper"),
         )

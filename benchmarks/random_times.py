@@ -30,10 +30,17 @@ import random_shapes
 import times
 from gpu_compile import compile_all
 from gpu_lab import open_lab
-from predict_times import added_by_events, device_of, problem_of, rows_of, without_shares
+from predict_times import (
+    added_by_events,
+    device_of,
+    problem_of,
+    rows_of,
+    tiling_of,
+    without_shares,
+)
 
 import flashsim
-from flashsim import FlashSimError, Problem, Tiling
+from flashsim import FlashSimError, Problem
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.report import Table
 from flashsim.studies import verify
@@ -134,7 +141,7 @@ def compared(path: Path) -> list[dict[str, Any]]:
         direction = "forward" if name == "forward" else "backward"
         algorithm = "flash2" if name == "forward" else name
         # the tile that ran, whatever the current rules choose
-        tiling = Tiling(*map(int, row["tile"].split(" x ")))
+        tiling = tiling_of(row["tile"])
         how = {"direction": direction, "algorithm": algorithm, "device": device_of(row)}
         how["pack_gqa"] = row.get("pack_gqa") == "True"  # older files have no such column
         with nullcontext() if row.get("shares") == "True" else without_shares():

@@ -81,7 +81,7 @@ def passes_of(
     given = p, None, gpu, "ascending", report
     if name == "forward":
         return chosen.forward_passes(*given)
-    algorithm = name if name in ("flash2", ONCE) else "flash2-fused"
+    algorithm = name if name in ("flash2", ONCE, "flash2-fused-first") else "flash2-fused"
     return chosen.backward_passes(*given, algorithm, name == "in-order")
 
 

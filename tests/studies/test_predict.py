@@ -130,7 +130,8 @@ def test_what_dq_adds_beside_dk_and_dv():
     adds = {}
     for name, shape in (("some", p), ("few", few), ("fewest", fewest)):
         works = model.works_of(*prepared(shape, "dq"))
-        alone = model.stage_seconds(works, calibration.CALIBRATED["hopper"]["dq"])[0]
+        its = model._constants(works[-1].one, works[-1].traffic, calibration.CALIBRATED["hopper"])
+        alone = model.stage_seconds(works, its)[0]
         adds[name] = predict(shape, direction="backward").stages[-1].seconds / alone
     assert adds["some"] < 0.8  # most SMs have nothing else to do
     # 36 SMs are idle; 60 of 96 blocks have a tile each by their numbers, and begin last.
@@ -368,6 +369,16 @@ def test_units_work_for_the_mean_of_the_warpgroups_and_the_longest_ends_last():
     assert waiting.tolist() == pytest.approx([2 * 1e-6 * PAIR / 3 + calibration.SHARES])
 
 
+def test_a_visit_that_reads_whether_dq_is_stored_waits_longer():
+    p = Problem(512, head_dim=64, heads=2, dtype="bfloat16", causal=True)
+    found = []
+    for algorithm in ("flash2-fused", "flash2-fused-first"):
+        (work,) = model.works_of(*prepared(p, "fused", algorithm))
+        found.append(model.durations(work, Constants())[1])
+    assert found[1] - found[0] == pytest.approx(work.longest * calibration.FIRST)
+    assert work.longest.tolist() == [4, 3, 2, 1]
+
+
 def test_sms_without_a_work_tile_leave_their_part_of_l2_to_others():
     whole = Problem(128, head_dim=128, heads=132, kv_heads=132, dtype="bfloat16")
     times = {}
@@ -534,7 +545,8 @@ def test_times_with_a_mask_function_against_an_h100(monkeypatch):
         p = Problem(
             *(4096, 4096, d), batch=4, heads=heads, dtype="bfloat16", mask_mod=MASKS[row["row"]]
         )
-        how = {} if row["direction"] == "forward" else {"deterministic": False}
+        # the form that ran: "flash2-fused-first" did not exist then
+        how = {} if row["direction"] == "forward" else {"algorithm": "flash2-fused"}
         found = predict(p, direction=row["direction"], device="H100", **how)
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16

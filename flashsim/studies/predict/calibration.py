@@ -149,9 +149,12 @@ L2_FULL, FORWARD_L2_FULL = 1.0, 0.85
 #: passes with grouped heads, and for Hopper's backward kernels. `FORWARD` is for Hopper's forward.
 AGAIN, FORWARD = 3, 6
 #: Seconds by which an outer tile of Hopper's forward takes longer if each warpgroup computes only
-#: its own visits (`FS_SHARES`), whose numbers it reads from the schedule's tables. Chosen with two
-#: files of forwards on an H100: docs/data/packed-heads-h100.csv and grouped-times-h100.csv.
+#: its own visits (`FS_SHARES`), whose numbers it reads from the schedule's tables. Chosen from
+#: 0.2, 0.3, 0.4 and 0.5 µs with 718 forwards on an H100 (docs/notebooks/times.md).
 SHARES = 0.4e-6
+#: Seconds by which a visit takes longer in "flash2-fused-first": it reads whether the first visit
+#: of its row tile has stored dQ. Chosen from 0, 0.1, 0.2 and 0.3 µs with 53 passes on an H100.
+FIRST = 0.1e-6
 #: The share of the tensor cores' peak that a library's large matrix product reaches: 783 of 989
 #: TFLOP/s in bfloat16, for 8192 x 8192 x 8192, on the same H200.
 MATRIX_SHARE = 0.79

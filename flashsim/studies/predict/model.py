@@ -458,6 +458,8 @@ def constants_names(one: KernelPass, problem: Problem) -> list[str]:
     """Return a launch's names in `constants`: one for its head width, then one for any width."""
     named = constants_name(one, problem)
     without, _, width = named.rpartition(", ")
+    if named == "dq, 128 rows":
+        return [named, "dq, 128", "dq"]
     return [named, without] if without == "forward" or width == "128" else [named]
 
 
@@ -476,6 +478,8 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
         if name == "fused" and width > 192:
             return "fused, widest"  # shared memory has no space for the dQ to be stored
         return f"{name}, roles" if one.kernel.name.endswith("_roles") else f"{name}, wide"
+    if name == "dq" and width > 64 and one.tables.schedule.tiling.block_q > 64:
+        return "dq, 128 rows"
     how = ", deferred" if dict(one.kernel.constants).get("FS_DEFERRED") else ""
     how = ", once" if one.stage.once else how
     return f"{name}{how}{', 128' if width > 64 else ''}"
@@ -495,4 +499,6 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     waiting = work.longest * latency + c.item
     if work.one.tables.shares is not None:
         waiting = waiting + calibration.SHARES
+    if dict(work.one.kernel.constants).get("FS_FIRST"):
+        waiting = waiting + work.longest * calibration.FIRST
     return shared, waiting

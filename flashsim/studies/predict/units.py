@@ -134,8 +134,9 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     if stage.outer == "keys":
         outer = tables.schedule.cols
     rows = np.diff(outer[:, :2])[:, 0][order] / sides[stage.outer == "keys"]
-    counts = (x[order] * members for x in _visits(tables))
+    visits, masked, longest = (x[order] * members for x in _visits(tables))
     groups, blocks = tiling.block_q // 64 if turns else PAIR, blocks_per_sm(one, device)
+    counts = visits, masked, longest
     return Work(one, traffic, *counts, seconds, own * l2 * rows, blocks, groups)
 
 
