@@ -102,6 +102,8 @@ def torch_works() -> dict[str, Work]:
 
     others = cycle([torch.randn_like(q) for _ in range(300)])  # more than the launches kept
 
+    result = flashsim.run(q, k, v, backend="cupy")
+
     def at_a_new_length() -> None:
         direct._EXACT.clear()
         ours(one, *cache, backend="cupy")
@@ -110,6 +112,7 @@ def torch_works() -> dict[str, Work]:
     bare = torch.compile(lambda q, k, v: nothing(q, k, v), fullgraph=True)
     return {
         "run": lambda: flashsim.run(q, k, v, backend="cupy"),
+        "run, backward": lambda: result.backward(dout, deterministic=False),
         "eager": lambda: ours(q, k, v, backend="cupy"),
         "eager, new addresses": lambda: ours(next(others), k, v, backend="cupy"),
         "eager, decode": lambda: ours(one, *cache, backend="cupy"),

@@ -163,7 +163,7 @@ class CupyForward(Forward):
         return self._repeat(q, k, v) if devices == {self._space.device} else None
 
 
-class Backward:
+class RepeatedBackward:
     """A backward pass on torch tensors of one device, which caches its launches and repeats them.
 
     `dims` are head_dim and head_dim_v. The caller must make the space's device current.
@@ -228,7 +228,7 @@ class Direct:
         backward: Callable[[bool], Plan],
     ) -> None:
         self._space, self._dims, self._forward = space, dims, Forward(space, forward)
-        self._backward_plan, self._backwards = backward, dict[bool, Backward]()
+        self._backward_plan, self._backwards = backward, dict[bool, RepeatedBackward]()
         self._width = forward.sizes.out.width
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -264,7 +264,7 @@ class Direct:
         with_lse = tensors[-1] is not None
         run = self._backwards.get(with_lse)
         if run is None:
-            made = Backward(self._space, self._dims, self._backward_plan(with_lse))
+            made = RepeatedBackward(self._space, self._dims, self._backward_plan(with_lse))
             run = self._backwards[with_lse] = made
         return run(*tensors)
 

@@ -38,7 +38,13 @@ import cupy  # noqa: E402
 
 from flashsim.backends.cupy_gpu import arrays, bias, captured, decode, fp8  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan  # noqa: E402
-from flashsim.backends.cupy_gpu.direct import Backward, CupyForward, Direct, Forward, Placed  # noqa: E402
+from flashsim.backends.cupy_gpu.direct import (  # noqa: E402
+    CupyForward,
+    Direct,
+    Forward,
+    Placed,
+    RepeatedBackward,
+)
 from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa: E402
 
 
@@ -343,16 +349,16 @@ _EXPLAINING = failures.Explaining()
 _GRADIENTS = ("dq", "dk", "dv")
 
 
-def _repeated_backward(job: Job, plan: Plan, space: arrays.Space) -> Backward | None:
+def _repeated_backward(job: Job, plan: Plan, space: arrays.Space) -> RepeatedBackward | None:
     """Return an object that repeats a backward pass of torch tensors, or None for other jobs."""
     p = job.problem
     if job.trace or not isinstance(space, arrays.TorchSpace):
         return None
-    found = job.memo.get((Backward, plan), job)
+    found = job.memo.get((RepeatedBackward, plan), job)
     if found is job:  # not in the memo
         plain = p.bias is None and not (p.has_functions or p.score_grads or p.sinks)
-        made = Backward(space, (p.head_dim, p.head_dim_v), plan) if plain else None
-        found = job.memo[Backward, plan] = made
+        made = RepeatedBackward(space, (p.head_dim, p.head_dim_v), plan) if plain else None
+        found = job.memo[RepeatedBackward, plan] = made
     return found
 
 
