@@ -91,7 +91,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 }
 
 
-class Backward(NamedTuple):
+class BackwardTimes(NamedTuple):
     """Times of three Hopper backward kernels: dK and dV, dQ alone, and all gradients."""
 
     dkdv: Times
@@ -103,10 +103,10 @@ class Backward(NamedTuple):
 #: default tiles. They are fitted to both forms, fused and three-pass, on short and long sequences
 #: (docs/notebooks/hopper.md, "Which form").
 HOPPER_BACKWARD = {
-    64: Backward(Times(2.39, 1.38), Times(2.56, 1.21), Times(2.59, 2.03)),
-    80: Backward(Times(2.53, 1.13), Times(3.04, 0.97), Times(2.85, 1.72)),
-    128: Backward(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
-    192: Backward(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
+    64: BackwardTimes(Times(2.39, 1.38), Times(2.56, 1.21), Times(2.59, 2.03)),
+    80: BackwardTimes(Times(2.53, 1.13), Times(3.04, 0.97), Times(2.85, 1.72)),
+    128: BackwardTimes(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
+    192: BackwardTimes(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
 }
 #: The times of dQ alone at these head dims, if its tiles have 128 rows instead of 64.
 DQ_OF_128_ROWS = {80: Times(3.5, 1.9), 128: Times(3.5, 2.1)}
@@ -205,7 +205,7 @@ def _launch(items: np.ndarray, walks: int, processors: int) -> float:
     return makespan(items, walks, processors)
 
 
-def backward_times(problem: Problem, tiling: Tiling) -> Backward:
+def backward_times(problem: Problem, tiling: Tiling) -> BackwardTimes:
     """Return the times of the Hopper backward's kernels for a problem with this tiling."""
     d = max(problem.head_dim, problem.head_dim_v)
     width = min((w for w in HOPPER_BACKWARD if d <= w), default=192)

@@ -149,15 +149,19 @@ def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
     """
     if path is None:
         return
+    if path.is_dir():
+        raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     if endings and path.suffix not in endings:
         raise OptionError(
             f"cannot write {path.name!r}, because flashsim knows no format with this ending; "
             f"choose from {choices(path.suffix, endings)}"
         )
-    if path.is_dir():
-        raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise OptionError(
+            f"cannot write {str(path)!r}: {str(path.parent)!r} is a file, not a folder"
+        ) from None
     except OSError as error:
         raise OptionError(f"cannot write {str(path)!r}: {error.strerror}") from None
     if not os.access(path if path.exists() else path.parent, os.W_OK):

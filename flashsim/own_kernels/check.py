@@ -318,11 +318,23 @@ def _located(g: Geometry, verdict: Verdict, wrong: np.ndarray, target: _Target) 
     return replace(verdict, launch=launch, program=program, line=line)
 
 
+class _Loaded(dict[str, np.ndarray]):
+    """The arrays by label; a wrong label raises an error that lists the labels."""
+
+    def __missing__(self, label: str) -> np.ndarray:
+        raise TraceError(
+            f"the reference asks for {label!r}, but the kernel's tensors are {', '.join(self)}; "
+            "names= gives a tensor another label"
+        )
+
+
 def _by_reader(
     g: Geometry, values: Sequence[np.ndarray], reference: Reference
 ) -> dict[str, _Target]:
     """Return the tensors that a user's reference function computes."""
-    answer = reference({label: np.array(values[code]) for code, label in enumerate(g.labels)})
+    answer = reference(
+        _Loaded({label: np.array(values[code]) for code, label in enumerate(g.labels)})
+    )
     stored = {g.labels[code]: code for code in g.record.stored}
     if not isinstance(answer, Mapping):
         if len(stored) != 1:

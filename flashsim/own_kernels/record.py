@@ -19,6 +19,9 @@ ATOMIC = REDUCE
 #: Bytes per sector: the smallest transfer between L2 and an SM.
 SECTOR = 32
 
+#: In notes on kernels that no GPU can run.
+NO_GPU = "cannot compile"
+
 #: One load, store or atomic operation of one program.
 ACCESS = np.dtype(
     [

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
+from flashsim.own_kernels.record import NO_GPU
 from flashsim.triton.arguments import Descriptor, Pointer
 from flashsim.triton.installed import installed
 
@@ -78,7 +79,7 @@ def _refusal(kernel: Any, target: Any, backend: Any, source: Any, options: Any) 
     except CompilationError as error:
         return _told(kernel, error)
     except RuntimeError as error:  # of the verifier, which writes the line to stderr
-        return f"Triton {installed().version} cannot compile {kernel.__name__} for a GPU: {error}"
+        return f"Triton {installed().version} {NO_GPU} {kernel.__name__} for a GPU: {error}"
     return None
 
 
@@ -111,6 +112,6 @@ def _told(kernel: Any, error: Any) -> str | None:
     number = first + before + getattr(error.node, "lineno", 1) - 1
     line = linecache.getline(kernel.fn.__code__.co_filename, number).strip()
     return (
-        f"line {number}, `{line}`: Triton {installed().version} cannot compile "
+        f"line {number}, `{line}`: Triton {installed().version} {NO_GPU} "
         f"{kernel.__name__} for a GPU, although its interpreter runs it: {' '.join(text.split())}"
     )

@@ -127,7 +127,8 @@ def test_a_rung_refuses_before_it_builds_what_judges_it():
     ("words", "message"),
     [
         (("run", "--out", "{}"), "is a folder"),
-        (("run", "--save", "{}/file/x.npz"), "cannot write"),
+        (("plot", "traffic", "-o", "{}"), "is a folder"),
+        (("run", "--save", "{}/file/x.npz"), "file' is a file, not a folder"),
         (("page", "-o", "{}/x.txt"), "with this ending; choose from .html"),
         (("animate", "-o", "{}/x.png"), "with this ending; choose from .gif, .mp4, .html"),
         (("plot", "traffic", "-o", "{}/x.xyz"), "with this ending; choose from "),

@@ -583,6 +583,8 @@ def test_a_reader_s_own_reference():
     assert traced.check(lambda given: 2 * given["x"]).right
     wrong = traced.check(lambda given: {"y": 2 * given["x"] + (given["x"] == 9)})
     assert (wrong.tensor, wrong.row, wrong.column, wrong.program) == ("y", 1, 1, (0,))
+    with pytest.raises(TraceError, match="asks for 'a', but the kernel's tensors are x, y;"):
+        traced.check(lambda given: 2 * given["a"])
     with pytest.raises(TraceError, match="the reference returns 'z'"):
         traced.check(lambda given: {"z": x})
     with pytest.raises(TraceError, match="but the reference's y has shape"):

@@ -283,6 +283,11 @@ def test_the_sentence_says_what_a_lecturer_would(show):
     whole, all_bytes = 4096**2 * 16 * 2, counted(algorithm="standard").bytes()
     assert f"{human(whole)} each" in tab.inner_text("#A .sentence")
     assert f"{100 * 4 * whole / all_bytes:.0f} %" in tab.inner_text("#A .sentence")
+    tab.evaluate("location.hash = '#algorithm=flash-decode&n_q=1&n_kv=65536&heads=32'")
+    until(tab, "document.querySelector('#A .sentence').textContent.startsWith('Without splits')")
+    assert tab.inner_text("#A .sentence").endswith("kB, less than 0.1 % of all bytes.")
+    names = tab.evaluate("[...document.querySelectorAll('#A svg text')].map((x) => x.textContent)")
+    assert {"Q", "K", "V", "O", "O′"} <= set(names)  # one O is of the parts
 
 
 ALL = [
@@ -476,11 +481,16 @@ def test_a_click_on_a_tile_takes_it_and_every_number_has_its_formula(show):
     assert row[4] == "batch · heads · Σ keys · d · 2"
 
 
-@pytest.mark.parametrize("width", [360, 768, 1280, 1920])
+@pytest.mark.parametrize("width", [360, 500, 768, 1280, 1920])
 def test_it_fits_the_screen_and_the_finger(show, width):
     tab = show("#ab=1&b.n_q=8192&mask=causal", width=width, has_touch=width < 800)
+    wide = (
+        "[...document.querySelectorAll('.cards dd')].filter((x) => x.scrollWidth > x.clientWidth)"
+        ".map((x) => x.innerText)"
+    )
     for at in (
         "",
+        "#n_q=4096&heads=16",
         "#ask=K",
         "#device=own&mask=window",
         "#algorithm=flash2-fused&direction=backward",
@@ -488,6 +498,7 @@ def test_it_fits_the_screen_and_the_finger(show, width):
         tab.evaluate(f"location.hash = '{at}'")
         until(tab, "true")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.evaluate(wide) == []  # such as 68.7 GFLOP
     small = tab.evaluate(
         "[...document.querySelectorAll('button, select')].filter((x) => x.offsetParent)"
         ".map((x) => Math.min(x.offsetWidth, x.offsetHeight))"

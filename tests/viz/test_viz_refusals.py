@@ -72,7 +72,9 @@ viz.gpu_timeline(cases.with_timeline(sm_count=2), color="sm")
     -> OptionError: unknown color 'sm'; choose from phase, block
 viz.gpu_timeline(trace()) -> TraceError: run on a GPU backend with trace="timeline"
 viz.gpu_timeline(cases.with_timeline(), sms=(70, 80))
-    -> OptionError: no span of stage 'forward' on SMs (70, 80) ... SMs 0 to 2
+    -> OptionError: no span of stage 'forward' on SMs 70 to 80 from 0 to 0 µs; ... SMs 0 to 2
+viz.gpu_timeline(cases.with_timeline(), times=(0.5, 0.1))
+    -> OptionError: no span of stage 'forward' on SMs 0 to 2 from 0.5 to 0.1 µs
 viz.roofline_series({}, device="A100") -> OptionError: both numbers positive
 viz.roofline_series({"a": [("b", 0.0, 1.0)]}, device="A100") -> OptionError: both numbers positive
 viz.banks([]) -> OptionError: pass one or more

@@ -115,14 +115,14 @@ function map_figure(r, T, id, stage, map, steps, step) {
     const at = 20 + n * (thick + 3), fill = color_of(T, name);
     body += box(at, top, thick, h, fill, `fill-opacity="${step === null ? 0.85 : 0.25}"`);
     if (now && now[0] >= 0) body += box(at, y(now[0]), thick, Math.max(h / map.rows, 3), fill);
-    body += text(at + thick / 2, top - 4, name.replace(/_(acc|part)$/, ""),
+    body += text(at + thick / 2, top - 4, name.replace(/_acc$/, "").replace(/_part$/, "′"),
       { anchor: "middle", size: 11, fill: T.text, weight: 600 });
   });
   sides.col.forEach((name, n) => {
     const at = 4 + n * (thick + 3), fill = color_of(T, name);
     body += box(left, at, w, thick, fill, `fill-opacity="${step === null ? 0.85 : 0.25}"`);
     if (now && now[1] >= 0) body += box(x(now[1]), at, Math.max(w / map.cols, 3), thick, fill);
-    body += text(left - 5, at + thick - 3, name.replace(/_(acc|part)$/, ""),
+    body += text(left - 5, at + thick - 3, name.replace(/_acc$/, "").replace(/_part$/, "′"),
       { anchor: "end", size: 11, fill: T.text, weight: 600 });
   });
   if (now) {

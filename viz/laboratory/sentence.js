@@ -2,7 +2,8 @@
 // Numbers as text, and sentences that explain a count.
 
 const digits = (n) => group_digits(typeof n === "bigint" ? n : Math.round(n));
-const percent = (x) => `${x > 0.995 && x < 1 ? "99" : (100 * x).toFixed(x < 0.1 && x > 0 ? 1 : 0)} %`;
+const percent = (x) => x > 0 && x < 0.0005 ? "less than 0.1 %"
+  : `${x > 0.995 && x < 1 ? "99" : (100 * x).toFixed(x < 0.1 && x > 0 ? 1 : 0)} %`;
 const ratio_text = (x) => `${x >= 100 ? digits(x) : Number(x.toPrecision(x < 1 ? 2 : 3))}×`;
 
 function times(x, average = false) {

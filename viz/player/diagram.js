@@ -183,7 +183,7 @@ class Diagram {
     const c = this.context, { x, y, w, h } = this.box, { rows, cols, parts, pages } = this.walk;
     c.strokeStyle = this.theme.text;
     const down = (at, top, high) => { c.moveTo(x + (at * w) / cols, top); c.lineTo(x + (at * w) / cols, top + high); };
-    c.lineWidth = 3;
+    c.lineWidth = Math.min(3, w / cols / 5);  // so that the tiles between narrow parts stay visible
     c.beginPath();
     for (const [i, j] of parts) down(j, y + (i * h) / rows, h / rows);
     c.stroke();

@@ -82,14 +82,15 @@ def gpu_timeline(
     placed = timeline.rows(trace, spans)
     start, end = ((spans[f] - spans["start_ns"].min()) / 1000 for f in ("start_ns", "end_ns"))
     shown = np.ones(len(spans), bool)
-    if sms is not None:
-        shown &= (spans["sm"] >= sms[0]) & (spans["sm"] <= sms[1])
+    first, last = sms or (spans["sm"].min(), spans["sm"].max())
+    shown &= (spans["sm"] >= first) & (spans["sm"] <= last)
     low, high = times or (0.0, float(end[shown].max(initial=0)))
     shown &= (start < high) & (end > low)
-    if not shown.any():
+    if not shown.any() or not low < high:
         raise OptionError(
-            f"the timeline has no span of stage {part.name!r} on SMs {sms} at {times} µs; it "
-            f"covers SMs {spans['sm'].min()} to {spans['sm'].max()} and 0 to {end.max():.1f} µs"
+            f"the timeline has no span of stage {part.name!r} on SMs {first} to {last} from "
+            f"{low:g} to {high:g} µs; it covers SMs {spans['sm'].min()} to {spans['sm'].max()} and "
+            f"0 to {end.max():.1f} µs"
         )
     placed = Rows(placed.block[shown], placed.slot[shown], placed.row[shown], placed.names)
     spans, bars = spans[shown], np.stack([start[shown], end[shown]], axis=1)
