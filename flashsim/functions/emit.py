@@ -5,40 +5,21 @@ The CUDA compiler hoists computations that depend only on the query or only on t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from flashsim.functions.derivative import DOUT, adjoints
+from flashsim.functions.emit_expressions import CUDA_TYPES, Writer
 from flashsim.functions.graph import ArraySpec, Graph, Node, needed
-from flashsim.functions.intervals import bounded, ranges_of_integers, without_poles
-from flashsim.functions.operations import BOOL, FLOAT, INDICES, INT, SCORE
+from flashsim.functions.intervals import bounded, without_poles
 from flashsim.functions.spans import HIGHEST, LOWEST, Range, Spans, roots
 
-_CUDA_TYPES = {BOOL: "bool", INT: "int", FLOAT: "float"}
 _ELEMENTS = {
     **{"bool": "unsigned char", "uint8": "unsigned char", "int8": "signed char", "int16": "short"},
     **{"int32": "int", "int64": "long long", "float32": "float", "float64": "double"},
     **{"float16": "unsigned short", "bfloat16": "unsigned short"},
-}
-INFIX = {
-    **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "eq": "=="},
-    **{"ne": "!=", "bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>"},
-}
-_CUDA_CALLS = {
-    **{"exp": "flash_exp", "exp2": "exp2f", "expm1": "expm1f", "log": "__logf", "log2": "__log2f"},
-    **{"log1p": "log1pf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "tanh": "flash_tanh"},
-    **{"sin": "sinf", "cos": "cosf", "floor": "floorf", "ceil": "ceilf", "erf": "erff"},
-    "sigmoid": "flash_sigmoid",
-}
-#: C++ expressions, by operation.
-_FORMS = {
-    **{op: f"{{}} {sign} {{}}" for op, sign in {**INFIX, "and": "&", "or": "|"}.items()},
-    **{op: f"{call}({{}})" for op, call in _CUDA_CALLS.items()},
-    **{"not": "!{}", "neg": "-{}", "where": "{} ? {} : {}", "pow": "powf({}, {})"},
-    **{"min": "min({}, {})", "max": "max({}, {})", "abs": "abs({})", "div": "__fdividef({}, {})"},
 }
 #: Helper functions that the emitted code calls. FLASH_FAST_TANH selects the hardware's tanh, whose
 #: relative error is 2^-11.
@@ -197,21 +178,21 @@ def cuda_source(
     if mask is None:
         functions.append("    return true;")
     else:
-        cuda = _Cuda(mask.nodes, mask.arrays, first_of_mask, extents, "m")
+        cuda = Writer(mask.nodes, mask.arrays, first_of_mask, extents, "m")
         per_head.append(cuda)
         functions += [*cuda.statements(), f"    return {cuda.name(mask.root)};"]
     functions += ["}"]
     if mask is not None and spans is not None:
         every = (*mask.arrays, *spans.arrays)
         numbers = needed(spans.nodes, roots((spans.keys, spans.queries)))
-        cuda = _Cuda(spans.nodes, every, first_of_mask, extents, "r", numbers)
+        cuda = Writer(spans.nodes, every, first_of_mask, extents, "r", numbers)
         per_head.append(cuda)
         functions += _range_lines(cuda, spans)
     functions += [_HEAD.format("float", "flash_score", "float s, ")]
     if score is None:
         functions.append("    return s;")
     else:
-        cuda = _Cuda(score.nodes, score.arrays, 0, extents, "s")
+        cuda = Writer(score.nodes, score.arrays, 0, extents, "s")
         per_head.append(cuda)
         functions += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
         if tile is not None:
@@ -232,7 +213,7 @@ __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, 
     const int b = at.b, h = at.h, q = q_at, k = k_at;"""
 
 
-def _range_lines(cuda: _Cuda, spans: Spans) -> list[str]:
+def _range_lines(cuda: Writer, spans: Spans) -> list[str]:
     """Return the CUDA source of the functions `flash_keys` and `flash_queries`."""
     lines = [
         *("#define FLASH_RANGES 1", f"#define FLASH_KEYS_LOW {int(spans.keys.low is not None)}"),
@@ -266,7 +247,7 @@ def _tile_lines(
     The source defines `flash_tile_plane` or `flash_band`, and the second overload of `flash_score`.
     The source lacks the last closing brace.
     """
-    cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
+    cuda, node = Writer(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
     before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
     plane = cuda.offset(node, before)
     lines = ["    const int b = at.b, h = at.h;"]
@@ -286,7 +267,7 @@ def _tile_lines(
     return [head, *lines, *cuda.statements(), f"    return {cuda.name(score.root)};"]
 
 
-def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
+def _ramp_lines(cuda: Writer, factors: tuple[int, ...], steps: int) -> list[str]:
     """Return the CUDA source of the function `flash_ramp_step`, without the last closing brace."""
     return [
         "__device__ __forceinline__ float flash_ramp_step(const FlashCaptured& c, "
@@ -297,12 +278,12 @@ def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
     ]
 
 
-def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
+def _head_lines(per_head: Iterable[Writer]) -> list[str]:
     """Return the source of the struct `FlashHead` and of the function `flash_head`."""
     members, reads = [], []
     for cuda in per_head:
         for n in sorted(cuda.hoisted):
-            members.append(f"    {_CUDA_TYPES[cuda.nodes[n].kind]} {cuda.prefix}{n};")
+            members.append(f"    {CUDA_TYPES[cuda.nodes[n].kind]} {cuda.prefix}{n};")
         inner = [a for n in cuda.hoisted for a in cuda.nodes[n].args]
         own = [f"    {text}" for text in cuda.statements(needed(cuda.nodes, inner))]
         own += [
@@ -333,7 +314,7 @@ def _gradient_lines(
     score: Graph | None,
     wanted: tuple[str, ...],
     extents: Mapping[str, int] | None,
-    per_head: list[_Cuda],
+    per_head: list[Writer],
 ) -> list[str]:
     """Return the CUDA source that computes and sums a score function's gradients."""
 
@@ -349,7 +330,7 @@ def _gradient_lines(
         return [struct.format("float nothing = 0.0f;"), *grad, empty, "}"]
     made = adjoints(score, wanted)
     numbers = made.numbers
-    cuda = _Cuda(made.nodes, made.arrays, 0, extents, "g", numbers)
+    cuda = Writer(made.nodes, made.arrays, 0, extents, "g", numbers)
     per_head.append(cuda)
     depends = Graph(made.nodes, made.root, made.arrays).depends
     fixed = {n for n, _ in made.reads if depends[n] <= {"b", "h"}}
@@ -403,215 +384,3 @@ def _vanishing(nodes: tuple[Node, ...], finite: list[bool]) -> list[bool]:
             yes = node.op in ("add", "sub", "neg") and all(of)
         found.append(yes)
     return found
-
-
-def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
-    """Return one bool per node: True if the node's value is certainly an integer of at least 0."""
-    found: list[bool] = []
-    for node in nodes:
-        of = [found[a] for a in node.args]
-        if node.op == "arg":
-            yes = node.value in INDICES
-        elif node.op == "const":
-            yes = node.kind != FLOAT and node.value >= 0
-        elif node.op in ("add", "mul", "min", "floordiv", "shl", "shr", "bitor", "bitxor"):
-            yes = all(of)
-        elif node.op in ("max", "bitand"):
-            yes = any(of)
-        elif node.op == "mod":
-            yes = of[1]
-        elif node.op == "where":
-            yes = all(of[1:])
-        elif node.op == "load":
-            yes = False
-        else:
-            yes = node.op == "abs" or (node.op == "cast" and nodes[node.args[0]].kind == BOOL)
-        found.append(yes and node.kind == INT)
-    return found
-
-
-def of_extremes(nodes: tuple[Node, ...]) -> list[bool]:
-    """Return one bool per node: True if the node computes an integer from a min, max or where."""
-    found: list[bool] = []
-    for node in nodes:
-        own = node.op in ("min", "max", "where")
-        of = node.op != "load" and any(found[a] for a in node.args)
-        found.append(node.kind == INT and (own or of))
-    return found
-
-
-class _Cuda:
-    """Writes CUDA C++ statements for a graph's nodes; arrays are numbered from `first`."""
-
-    def __init__(
-        self,
-        nodes: tuple[Node, ...],
-        arrays: tuple[ArraySpec, ...],
-        first: int,
-        extents: Mapping[str, int] | None = None,
-        prefix: str = "",
-        numbers: Iterable[int] | None = None,
-    ) -> None:
-        self.nodes, self.arrays, self.first, self.prefix = nodes, arrays, first, prefix
-        #: Nodes whose values are parameters of the emitted function: the parameters' names.
-        self.given: dict[int, str] = {}
-        #: Loads, among the nodes that are used, that have one value per head.
-        self.hoisted = {
-            n
-            for n in (range(len(nodes)) if numbers is None else numbers)
-            if nodes[n].op == "load" and self._per_head(n)
-        }
-        self.ranges = {} if extents is None else ranges_of_integers(nodes, extents)
-        self.positive = never_negative(nodes)
-        self.extreme = of_extremes(nodes)
-
-    def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
-        """Return C++ statements for a set of nodes, such as ``const float v7 = v5 + v6;``."""
-        numbers = range(len(self.nodes)) if numbers is None else numbers
-        return [
-            f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
-            for n in numbers
-            if self.nodes[n].op not in ("arg", "const")
-            and n not in self.hoisted
-            and n not in self.given
-        ]
-
-    def name(self, n: int) -> str:
-        """Return the C++ expression for a node's value: a variable, an argument or a constant."""
-        node = self.nodes[n]
-        if n in self.given:
-            return self.given[n]
-        if n in self.hoisted:
-            return f"at.{self.prefix}{n}"
-        if node.op == "arg":
-            return "s" if node.value == SCORE else str(node.value)
-        return _literal(node) if node.op == "const" else f"v{n}"
-
-    def expression(self, node: Node) -> str:
-        """Return the C++ expression that computes a node from `v0`, `v1`, ..."""
-        op, args = node.op, [self.name(a) for a in node.args]
-        if op == "load":
-            return self._load(node)
-        if op == "cast":
-            distance = self._distance(node) if node.kind == FLOAT else None
-            return distance or f"({_CUDA_TYPES[node.kind]}){args[0]}"
-        if op in ("eq", "ne") and any(self.extreme[a] for a in node.args):
-            return f"{'!' if op == 'ne' else ''}flash_same({args[0]}, {args[1]})"
-        if op == "mul" and node.kind == FLOAT and (product := self._times_distance(node)):
-            return product
-        if op in ("floordiv", "mod"):
-            return self._divided(node, args)
-        if op in ("min", "max", "abs") and node.kind == FLOAT:
-            name = "fabsf" if op == "abs" else f"f{op}f"
-            return f"{name}({', '.join(args)})"
-        if op == "div":
-            by = self.nodes[node.args[1]]
-            if by.op == "const" and by.value and math.isfinite(by.value):
-                return f"{args[0]} * {_literal(by._replace(value=1 / by.value))}"
-        return _FORMS[op].format(*args)
-
-    def _distance(self, node: Node) -> str | None:
-        """Return a distance between positions, or its absolute value, as a C++ float, or None.
-
-        Positions are below 2^24, so float32 arithmetic on positions is exact.
-        """
-        if self.nodes[node.args[0]].op == "abs":
-            of = self._distance(self.nodes[node.args[0]])
-            return of and f"fabsf({of})"
-        parts = self._parts(node.args[0])
-        return parts and f"{parts[0]} + {parts[1]}"
-
-    def _times_distance(self, node: Node) -> str | None:
-        """Return C++ for a distance times a per-head factor (one multiply-add); None if not one."""
-        for a, other in (node.args, node.args[::-1]):
-            if self.nodes[a].op == "cast" and self._per_head(other):
-                parts = self._parts(self.nodes[a].args[0])
-                if parts:
-                    factor = self.name(other)
-                    return f"{factor} * {parts[0]} + {factor} * {parts[1]}"
-        return None
-
-    def _per_head(self, n: int) -> bool:
-        """Return True if a node's value depends only on the batch entry and the head."""
-        node = self.nodes[n]
-        if node.op == "arg":
-            return node.value in ("b", "h")
-        return all(self._per_head(a) for a in node.args)
-
-    def _parts(self, n: int) -> tuple[str, str] | None:
-        """Return a distance between positions as two C++ floats, base + step; None for other nodes.
-
-        The base is the same for several scores.
-        """
-        base, step = self._part(n, "base"), self._part(n, "step")
-        if base is None or step is None or "_at" not in step:
-            return None
-        return f"(float)({base})", f"(float)({step})"
-
-    def _part(self, n: int, part: str) -> str | None:
-        """Return a sum's base or step (see `_parts`) as C++; None for any other node."""
-        node = self.nodes[n]
-        if node.op == "arg" and node.value in ("q", "k"):
-            return f"{node.value}_at.{part}"
-        if node.op == "const" and node.kind == INT:
-            return _literal(node) if part == "base" else "0"
-        if node.op not in ("add", "sub", "neg") or node.kind != INT:
-            return None
-        args = [self._part(a, part) for a in node.args]
-        if None in args:
-            return None
-        return f"-({args[0]})" if node.op == "neg" else f"({args[0]} {INFIX[node.op]} {args[1]})"
-
-    def _divided(self, node: Node, args: list[str]) -> str:
-        a, b = args
-        if node.kind == FLOAT:
-            quotient = f"floorf({a} / {b})"
-            return quotient if node.op == "floordiv" else f"{a} - {quotient} * {b}"
-        by = self.nodes[node.args[1]]
-        if by.op == "const" and by.value > 0:
-            if by.value & (by.value - 1) == 0:  # an arithmetic shift rounds down, as Python does
-                shift = by.value.bit_length() - 1
-                return f"{a} >> {shift}" if node.op == "floordiv" else f"{a} & {by.value - 1}"
-            if self.positive[node.args[0]]:
-                return f"{a} {'/' if node.op == 'floordiv' else '%'} {by.value}"
-        return f"flash_{node.op}({a}, {b})"
-
-    def offset(self, node: Node, axes: int | None = None) -> str:
-        """Return C++ for the array offset of a loaded element, using only the first `axes` axes."""
-        number = self.first + node.value
-        text, args = "", node.args[:axes]
-        for axis, a in enumerate(args):
-            n = f"c.a{number}_n{axis}"
-            v = self.name(a)
-            low, high = self.ranges.get(a, (-1, -1))
-            i = f"min({v}, {n} - 1)" if self.positive[a] else f"flash_wrap({v}, {n})"
-            if low >= 0 and high < self.arrays[node.value].shape[axis]:
-                i = v
-            text = f"(long long){i}" if not text else f"({text} * {n} + {i})"
-        return text.removeprefix("(long long)") if len(args) == 1 else text or "0"
-
-    def _load(self, node: Node) -> str:
-        return self.element(node, self.offset(node))
-
-    def element(self, node: Node, place: str) -> str:
-        """Return the C++ expression for the element at an offset in a load's array."""
-        spec = self.arrays[node.value]
-        where = f"c.a{self.first + node.value}[{place}]"
-        if spec.dtype in ("float16", "bfloat16"):
-            return f"flash_{'half' if spec.dtype == 'float16' else 'bfloat16'}({where})"
-        if spec.dtype == "bool":
-            return f"{where} != 0"
-        return f"({_CUDA_TYPES[spec.kind]}){where}"
-
-
-def _literal(node: Node) -> str:
-    if node.kind == BOOL:
-        return "true" if node.value else "false"
-    if node.kind == INT:
-        return str(node.value) if node.value >= 0 else f"({node.value})"
-    if math.isnan(node.value):
-        return "__int_as_float(0x7fffffff)"
-    if math.isinf(node.value):
-        return f"__int_as_float(0x{'7f' if node.value > 0 else 'ff'}800000)"
-    text = f"{float(np.float32(node.value))!r}f"
-    return text if node.value >= 0 else f"({text})"

@@ -5,8 +5,9 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from flashsim.functions.derivative import adjoints
-from flashsim.functions.emit import INFIX, never_negative
+from flashsim.functions.emit_expressions import INFIX
 from flashsim.functions.graph import ArraySpec, Graph, Node
+from flashsim.functions.intervals import never_negative
 from flashsim.functions.operations import BOOL, FLOAT, INT, SCORE
 
 #: Python expressions, by operation.

@@ -15,7 +15,7 @@ import numpy as np
 
 from flashsim.errors import UnsupportedError
 from flashsim.functions.graph import Graph, Node, needed
-from flashsim.functions.operations import BOOL, FLOAT, INT, OPERATIONS
+from flashsim.functions.operations import BOOL, FLOAT, INDICES, INT, OPERATIONS
 
 #: A lower and an upper bound per box.
 Interval = tuple[np.ndarray, np.ndarray]
@@ -375,3 +375,38 @@ _RISING = (
     *("exp", "exp2", "expm1", "log", "log2", "log1p"),
     *("sqrt", "tanh", "floor", "ceil", "sigmoid"),
 )
+
+
+def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
+    """Return one bool per node: True if the node's value is certainly an integer of at least 0."""
+    found: list[bool] = []
+    for node in nodes:
+        of = [found[a] for a in node.args]
+        if node.op == "arg":
+            yes = node.value in INDICES
+        elif node.op == "const":
+            yes = node.kind != FLOAT and node.value >= 0
+        elif node.op in ("add", "mul", "min", "floordiv", "shl", "shr", "bitor", "bitxor"):
+            yes = all(of)
+        elif node.op in ("max", "bitand"):
+            yes = any(of)
+        elif node.op == "mod":
+            yes = of[1]
+        elif node.op == "where":
+            yes = all(of[1:])
+        elif node.op == "load":
+            yes = False
+        else:
+            yes = node.op == "abs" or (node.op == "cast" and nodes[node.args[0]].kind == BOOL)
+        found.append(yes and node.kind == INT)
+    return found
+
+
+def of_extremes(nodes: tuple[Node, ...]) -> list[bool]:
+    """Return one bool per node: True if the node computes an integer from a min, max or where."""
+    found: list[bool] = []
+    for node in nodes:
+        own = node.op in ("min", "max", "where")
+        of = node.op != "load" and any(found[a] for a in node.args)
+        found.append(node.kind == INT and (own or of))
+    return found

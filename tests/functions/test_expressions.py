@@ -12,7 +12,7 @@ from flashsim import functions
 from flashsim.errors import FunctionError, MaskError, OptionError, ShapeError
 from flashsim.functions.builder import graph_of
 from flashsim.functions.derivative import DOUT, adjoints
-from flashsim.functions.emit import _literal
+from flashsim.functions.emit_expressions import literal
 from flashsim.functions.forward_mode import pushed
 from flashsim.functions.graph import Graph, Node
 from flashsim.functions.mask import MaskFunction
@@ -233,7 +233,7 @@ def test_a_graph_comes_back_from_its_entry():
 )
 def test_a_constant_is_written_for_cuda(kind, value, text):
     """Infinity has no literal in CUDA C++: its bits are what IEEE 754 says."""
-    assert _literal(Node("const", (), value, kind)) == text
+    assert literal(Node("const", (), value, kind)) == text
     if kind == FLOAT and "0x" in text:
         number = np.uint32(int(text[-11:-1], 16)).view(np.float32)
         np.testing.assert_array_equal(number, np.float32(value))

@@ -35,8 +35,8 @@ from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.gradients import mask_probabilities
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 from flashsim.functions.derivative import DOUT, adjoints
-from flashsim.functions.emit import never_negative, of_extremes
 from flashsim.functions.graph import ArraySpec, Graph, Node, needed
+from flashsim.functions.intervals import never_negative, of_extremes
 from flashsim.functions.operations import BOOL, FLOAT, INT, SCORE
 
 int32 = types.int32
