@@ -19,7 +19,7 @@ ATOMIC = REDUCE
 #: Bytes per sector: the smallest transfer between L2 and an SM.
 SECTOR = 32
 
-#: In notes on kernels that no GPU can run. Block pointers, which older Triton compiles, are no such.
+#: In notes on kernels that no GPU can run. Older versions of Triton do compile block pointers.
 NO_GPU = "for a GPU, although its interpreter runs it"
 
 #: One load, store or atomic operation of one program.
