@@ -164,8 +164,11 @@ def lost(row: Row, gpu: Gpu) -> float:
 def as_measured(row: Row, gpu: Gpu) -> bool:
     """Return whether today's passes have launches and tiles like those that were measured.
 
-    Launches of several cluster sizes, and tiles of 128 rows for dQ alone, came later.
+    Launches of several cluster sizes, tiles of 128 rows for dQ alone, and fused passes whose first
+    visit stores dQ came later.
     """
+    if HOPPER.stores_first(row.shape.problem, gpu):
+        return False
     *_, last = HOPPER.backward_passes(row.shape.problem, None, gpu, "ascending", "", "flash2")
     if 64 < row.shape.head_dim <= 128 and last.tables.schedule.tiling.block_q > 64:
         return False
@@ -211,7 +214,7 @@ def fit(rows: list[Row], gpu: Gpu) -> None:
     def use(values: np.ndarray) -> None:
         cost_model.CONVERTING, cost_model.CONVERTED = values[1], values[2]
         for width, of in zip(widths, values[3:].reshape(-1, 3, 2), strict=True):
-            cost_model.HOPPER_BACKWARD[width] = cost_model.Backward(
+            cost_model.HOPPER_BACKWARD[width] = cost_model.BackwardTimes(
                 *(cost_model.Times(*x) for x in of)
             )
 

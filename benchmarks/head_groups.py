@@ -34,8 +34,9 @@ from gpu_lab import csv_file, open_lab
 
 from flashsim import Problem
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy.family import Family, Walked
+from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.schedule.head_grouping import clump_size
 
 COLUMNS = (
     *("n", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "packed", "tile"),
@@ -64,30 +65,27 @@ def problems() -> list[Problem]:
     return found
 
 
-def walk_of(p: Problem, gpu: Gpu, *, packed: bool | None) -> tuple[Walked, int]:
-    """Return a forward's stage with its tables, and the rule's number of heads per head group."""
+def pass_of(p: Problem, gpu: Gpu, *, packed: bool | None) -> KernelPass:
+    """Return the launch of a forward by the rule; `clump` is its number of heads per head group."""
     (one,) = HOPPER.forward_passes(p, None, gpu, "ascending", "", packed)
-    return Walked(one.stage, one.tables, gpu), one.clump
+    return one
 
 
 def sizes(p: Problem, gpu: Gpu, *, packed: bool) -> list[int]:
     """Return the sizes that are compared, in heads; those of both rules are among them."""
-    walk, rule = walk_of(p, gpu, packed=packed)
-    group, tiles = 1 if packed else p.group, walk.tables.tiles
+    one = pass_of(p, gpu, packed=packed)
+    group, tiles = 1 if packed else p.group, one.tables.tiles
     near = (round(waves * gpu.multiprocessors / tiles / group) * group for waves in WAVES[packed])
-    rules = {rule, old_size(walk)} if packed else {rule}
-    return sorted({min(size, walk.walks) for size in (*rules, *(max(group, x) for x in near))})
+    rules = {one.clump, old_size(one, gpu)} if packed else {one.clump}
+    return sorted({min(size, one.walks) for size in (*rules, *(max(group, x) for x in near))})
 
 
-def old_size(walk: Walked) -> int:
+def old_size(one: KernelPass, gpu: Gpu) -> int:
     """Return the number of heads per head group by the old rule, which has no case for packing."""
-    size, tiles, processors = (
-        Family.clump(HOPPER, walk),
-        walk.tables.tiles,
-        walk.gpu.multiprocessors,
-    )
+    p, tiles, processors = one.tables.schedule.problem, one.tables.tiles, gpu.multiprocessors
+    size = clump_size(one.stage, p, tiles, l2_bytes=gpu.l2_bytes, processors=processors)
     few = processors // 8
-    short = few * tiles <= processors and walk.items >= 8 * processors
+    short = few * tiles <= processors and one.walks * tiles >= 8 * processors
     return min(size, few) if short else size
 
 
@@ -98,9 +96,10 @@ def fresh(count: int, gpu: Gpu) -> Iterator[tuple[Problem, int, int]]:
         p = random_times.problem(random_shapes.draw(rng))
         if p.group == 1 or p.head_dim <= 64 or not p.causal:
             continue
-        walk, size = walk_of(p, gpu, packed=None)
-        if walk.tables.schedule.split.pack_gqa and size != old_size(walk):
-            yield p, old_size(walk), size
+        one = pass_of(p, gpu, packed=None)
+        old = old_size(one, gpu)
+        if one.tables.schedule.split.pack_gqa and one.clump != old:
+            yield p, old, one.clump
             count -= 1
 
 
@@ -118,9 +117,9 @@ def measure(
             everyone = list(timed(lab, p, pairs))
             times.measure(lab, split, clock, everyone)
             for number, ((packed, size), one) in enumerate(zip(pairs, everyone, strict=True)):
-                walk, _ = walk_of(p, gpu, packed=packed)
+                tiles = pass_of(p, gpu, packed=packed).tables.tiles
                 row = shape_of(p) | {"packed": packed, "tile": one.tile, "heads_in_group": size}
-                row["waves_in_group"] = f"{size * walk.tables.tiles / gpu.multiprocessors:.2f}"
+                row["waves_in_group"] = f"{size * tiles / gpu.multiprocessors:.2f}"
                 row["us"] = f"{1e6 * statistics.median(one.times):.2f}"
                 row["lowest us"] = f"{1e6 * min(one.times):.2f}"
                 row |= {"old": number == 0} if fresh else {}

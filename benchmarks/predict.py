@@ -8,10 +8,10 @@
     python benchmarks/predict.py --plot FILE.png
     python benchmarks/predict.py --decode [--fit]   # the same of the decode kernel
 
-The measurements of Hopper's kernels are those of an H100 (`predict_times.HOPPERS`); those of the
-other kernels, of an H200 (docs/data/times-h200.csv, benchmarks/times.py). The fit uses only the
-stages of the shapes in `time_shapes.CALIBRATION`, and for Hopper's kernels random shapes. Errors
-are those of whole passes.
+The measurements of Hopper's kernels are those of an H100 (`predict_times.SHAPES` and `RANDOM`);
+those of the other kernels, of an H200 (docs/data/times-h200.csv, benchmarks/times.py). The fit uses
+only the stages of the shapes in `time_shapes.CALIBRATION`, and for Hopper's kernels random shapes.
+Errors are those of whole passes.
 """
 
 import argparse
@@ -28,9 +28,11 @@ import predict_times
 from gpu_lab import read_table
 from predict_times import (
     DATA,
+    EVENTS,
     H200,
     PASSES,
     SETS,
+    as_it_ran,
     everything,
     measured,
     problem_of,
@@ -46,19 +48,19 @@ from flashsim.studies.predict.calibration import CALIBRATED, STREAMED
 def predicted(one, constants=None, device=H200):
     """Return the model's seconds for a measured pass."""
     direction, algorithm = PASSES[one.name]
-    return predict(
-        one.problem,
-        direction=direction,
-        algorithm=algorithm,
-        kernels=one.kernels,
-        tiling=one.tiling,
-        constants=constants,
-        device=device,
-        pack_gqa=False,  # no measured pass packed heads
-    ).seconds
+    with as_it_ran(one):
+        return predict(
+            one.problem,
+            direction=direction,
+            algorithm=algorithm,
+            kernels=one.kernels,
+            tiling=one.tiling,
+            constants=constants,
+            device=device,
+            pack_gqa=one.packs,
+        ).seconds
 
 
-@without_shares()
 def errors(everything):
     """Return predicted / measured - 1: {(kernels, pass, set): [(error, measured pass)]}."""
     found = {}
@@ -227,7 +229,7 @@ def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
     found = {}
     for name in names:
         for row in read_table(DATA / name):
-            ours, theirs = OTHERS.get(row["implementation"], (None, None))
+            ours, other = OTHERS.get(row["implementation"], (None, None))
             if ours is None or row["status"] != "ok" or int(row["window"]):
                 continue
             given = {x: int(row[x]) for x in ("head_dim", "batch", "heads", "kv_heads")}
@@ -236,8 +238,9 @@ def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
             )
             for name in ("forward", "backward"):
                 options = {"direction": name, "algorithm": "flash2-fused", "kernels": ours}
-                wrong = 1e3 * predict(p, **options).seconds / float(row[f"{name}_ms"]) - 1
-                key = theirs, ours, name, p.head_dim
+                theirs = 1e-3 * float(row[f"{name}_ms"]) - EVENTS / 3  # of three calls
+                wrong = predict(p, **options).seconds / theirs - 1
+                key = other, ours, name, p.head_dim
                 found.setdefault(key, []).append(100 * wrong)
     for key, wrong in sorted(found.items(), key=lambda x: (x[0][0], x[0][2] != "forward", x[0][3])):
         mean, worst = np.mean(np.abs(wrong)), max(wrong, key=abs)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from predict_times import PASSES, without_shares
+from predict_times import PASSES, as_it_ran
 
 from flashsim.studies.predict import Constants, model
 from flashsim.studies.predict.units import once_bytes
@@ -79,11 +79,11 @@ class Point(NamedTuple):
     seed: str
 
 
-@without_shares()
 def points(everything, kernels, name):
     """Return the calibration set's stages that have these constants.
 
     As in a prediction, a stage whose own head width has no constants uses those of any width.
+    Forwards that ran without shares of the visits are left out if they have shares today.
     """
     found = []
     for one in everything:
@@ -94,10 +94,16 @@ def points(everything, kernels, name):
         if one.name == "flash2-fused" and one.problem.n_kv <= 128 and kernels == "hopper":
             continue  # the single-KV-tile backward runs instead
         direction, algorithm = PASSES[one.name]
-        passes, traffic = model._prepare(
-            one.problem, direction, algorithm, kernels, one.tiling, one.device, False
-        )
+        how = direction, algorithm, kernels, one.tiling, one.device, one.packs
+        if direction == "forward" and not one.shares and kernels == "hopper":
+            today, _ = model._prepare(one.problem, *how)
+            if today[-1].tables.shares is not None:
+                continue
+        with as_it_ran(one):
+            passes, traffic = model._prepare(one.problem, *how)
         for each in passes:
+            if each.stage.name not in one.stages:
+                continue  # a pass whose stages were not timed
             if not each.kernel.shared_bytes:
                 continue
             names = model.constants_names(each, one.problem)

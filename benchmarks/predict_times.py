@@ -6,16 +6,17 @@ up to more than their pass takes.
 
 import ast
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import time_shapes
+import times
 from gpu_lab import read_table
 
-from flashsim import Device, Problem, Tiling
+from flashsim import Device, Problem, Tiling, UnsupportedError
 from flashsim.problem.hardware import PRESETS
 from flashsim.studies.predict import model, predict
 from flashsim.studies.predict.calibration import CALIBRATED, POWER_AFTER
@@ -28,8 +29,18 @@ EVENT = 10e-6
 #: The seconds that events add to a stage: a third of the median that they add to Hopper's
 #: fused passes.
 MIDDLE = 5.5e-6
-#: The seconds that events add to a pass of one stage: the median of 36 forwards of random shapes.
-BY_ITSELF = 1.8e-6
+#: The seconds that two events add to the calls between them, and the files that were measured on a
+#: host where they add more. Between events, three calls of a pass are timed, or one if it takes
+#: `times.LONG`; newer files say in the column "calls" how many, and these are so many that the
+#: events do not count.
+EVENTS, OTHER_HOST = 2.6e-6, 4.4e-6
+ON_OTHER_HOST = (
+    "grouped-times-h100.csv",
+    "random-passes-later-h100.csv",
+    "random-times-many-calls-h100.csv",
+    "random-times-rejudged-h100.csv",
+    "short-backwards-h100.csv",
+)
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES |= {name: ("backward", name) for name in ("flash2-fused", "flash2-once")}
 SETS = {"fitted": frozenset(time_shapes.CALIBRATION), "held out": frozenset(time_shapes.HELD_OUT)}
@@ -51,6 +62,11 @@ def without_shares() -> Iterator[None]:
         model._prepare.cache_clear()
 
 
+def as_it_ran(one):
+    """Return a context in which a measured pass is predicted with the launch that was measured."""
+    return without_shares() if one.name == "forward" and not one.shares else nullcontext()
+
+
 class Measured(NamedTuple):
     """A pass of the table: the seconds of the whole, and of its stages."""
 
@@ -62,6 +78,8 @@ class Measured(NamedTuple):
     stages: dict[str, float]
     device: Device = H200
     seed: str = ""
+    shares: bool = False
+    packs: bool = False
 
     @property
     def where(self) -> str:
@@ -87,6 +105,13 @@ def problem_of(row):
     )
 
 
+def added_by_events(path, row):
+    """Return the seconds that events add to each call of a pass, and to each stage of it."""
+    added = OTHER_HOST if path.name in ON_OTHER_HOST else EVENTS
+    calls = 1 if float(row["us"]) * 1e-6 >= times.LONG else 3
+    return 0.0 if row.get("calls") else added / calls, added
+
+
 def rows_of(path):
     """Return each pass of a file: its row, and its stages' times in seconds."""
     found = []
@@ -103,8 +128,18 @@ def device_of(row):
     return next(one for one in PRESETS.values() if one.name in row["gpu"])
 
 
-#: Times of the Hopper kernels on an H100: on the shapes of `time_shapes`, and on random shapes.
-HOPPERS = DATA / "times-h100.csv", DATA / "random-times-h100.csv"
+#: Times of the Hopper kernels on an H100 on the shapes of `time_shapes`; and on random shapes.
+#: All but the first were measured after packed heads and the visits of each warpgroup.
+SHAPES = DATA / "times-h100.csv"
+RANDOM = tuple(
+    DATA / f"{name}-h100.csv"
+    for name in (
+        *("random-times", "random-passes", "random-passes-later", "grouped-times"),
+        "random-times-many-calls",
+    )
+)
+#: Times of short backwards by form, tile and clusters.
+SHORT = DATA / "short-backwards-h100.csv"
 
 
 def unchanged():
@@ -122,36 +157,70 @@ def of_hopper(path):
     """Return the Hopper kernels' passes in a file; a single loop's stage gets the rest of its pass.
 
     In three passes, dQ runs beside dK and dV unless events separate them. So the times between
-    their events count, minus what an event adds to a forward.
+    their events count. What events add to a pass or a stage is subtracted.
     """
     found = []
     for row, stages in rows_of(path):
-        p, whole, name = problem_of(row), float(row["us"]) * 1e-6, row["pass"]
-        if row["kernels"] != "hopper" or name not in PASSES or row.get("pack_gqa") == "True":
-            continue  # times of packed heads are predicted, not fitted
+        p, name = problem_of(row), row["pass"]
+        if row["kernels"] != "hopper" or name not in PASSES:
+            continue
         tiling, device = Tiling(*map(int, row["tile"].split(" x "))), device_of(row)
+        of_pass, of_stage = added_by_events(path, row)
+        whole = float(row["us"]) * 1e-6 - of_pass
         if name == "forward":
             stages = {"forward": whole}
         elif name == "flash2":
-            stages = {stage: t - BY_ITSELF for stage, t in stages.items()}
+            stages = {stage: t - of_stage for stage, t in stages.items()}
         else:
             said = predict(p, direction="backward", algorithm=name, device=device).stages
             rows = sum(s.seconds for s in said if s.name in ("delta", "convert"))
             stages = {"fused": whole - rows}
+        more = device, row.get("seed", ""), row.get("shares") == "True"
+        packs = row.get("pack_gqa") == "True"  # older files have no such column
+        found.append(Measured(p, "hopper", name, tiling, whole, stages, *more, packs))
+    return found
+
+
+def short_backwards():
+    """Return the fused backwards of `SHORT` that ran without clusters, as they run by rule."""
+    found, device = [], Device.get("H100")
+    for row in read_table(SHORT):
+        if row["algorithm"] != "flash2-fused" or row["clusters"] != "1":
+            continue
+        if row["early_conversion"] == "True":  # launches of an experiment
+            continue
+        window = (int(row["window"]), 0) if row["window"] else None
+        sizes = {name: int(row[name]) for name in ("head_dim", "batch", "heads", "kv_heads")}
+        p = Problem(
+            int(row["n"]), **sizes, dtype="bfloat16", causal=row["causal"] == "True", window=window
+        )
+        how = {"direction": "backward", "algorithm": "flash2-fused", "device": device}
+        tiling = Tiling(*map(int, row["tile"].split(" x ")))
+        try:
+            passes, _ = model._prepare(p, *PASSES["flash2-fused"], "hopper", tiling, device)
+        except UnsupportedError:  # a tile of an experiment
+            continue
+        fused = next(one for one in passes if one.stage.name == "fused")
+        if fused.before or fused.kernel.cluster > 1:
+            continue
+        whole = float(row["us"]) * 1e-6 - added_by_events(SHORT, row)[0]
+        rows = sum(s.seconds for s in predict(p, **how).stages if s.name != "fused")
+        stages = {"fused": whole - rows}
         found.append(
-            Measured(p, "hopper", name, tiling, whole, stages, device, row.get("seed", ""))
+            Measured(p, "hopper", "flash2-fused", tiling, whole, stages, device, "short backwards")
         )
     return found
 
 
 def everything():
     """Return the passes to which the model is compared: Hopper's on an H100, others on an H200."""
-    return [one for one in measured() if one.kernels != "hopper"] + of_hopper(HOPPERS[0])
+    return [one for one in measured() if one.kernels != "hopper"] + of_hopper(SHAPES)
 
 
 def fitted():
     """Return the passes from which a fit takes those of the fitted set."""
-    return everything() + of_hopper(HOPPERS[1]) + unchanged()
+    random = [one for path in RANDOM for one in of_hopper(path)]
+    return everything() + random + short_backwards() + unchanged()
 
 
 def measured(path=DATA / "times-h200.csv"):

@@ -10,8 +10,9 @@ kernel that hides the host's time; a figure is a median. There is one row per pa
 empty) and one per stage. A stage is timed between its own events, so takes a little longer; if it
 has several launches, no event separates them. A backward's pass has the form that it is named
 after, at that form's default tile, whichever form `deterministic=False` would select. `host us` is
-the host's time for a call. The kernels "library" are standard attention's: two products and a
-softmax, through torch. For joules see power.py.
+the host's time for a call, and `calls` the number of calls between two events. The kernels
+"library" are standard attention's: two products and a softmax, through torch. For joules see
+power.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from flashsim.errors import UnsupportedError
 SHAPE = (*("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "packed"),)
 COLUMNS = (
     *("kernels", "pass", *SHAPE, "stage", "tile", "us", "lowest us", "host us", "MHz", "gpu"),
-    *("pack_gqa", "shares"),
+    *("pack_gqa", "shares", "calls"),
 )
 #: Options of `run` by kernel family; "python" uses Hopper's forward where it runs.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -170,6 +171,7 @@ class Timed:
     call: Callable[[], Any]
     tile: str = ""
     packs: bool = False
+    calls: int = 0
     times: list[float] = field(default_factory=list)  # seconds
     stages: dict[str, list[float]] = field(default_factory=dict)
     hertz: list[int] = field(default_factory=list)
@@ -286,7 +288,6 @@ def calls_at_once(seconds: float) -> int:
 def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: list[Timed]) -> None:
     """Measure the times of a shape's passes, interleaved."""
     order, shuffled = list(everyone), random.Random(0)
-    calls: dict[int, int] = {}
     slowest = 0.0
     for one in everyone:  # warm up, and find how many calls to time at once
         one.call()
@@ -294,14 +295,14 @@ def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: l
         start = lab.event()
         one.call()
         took = lab.milliseconds(start, lab.event()) / 1e3
-        calls[id(one)] = calls_at_once(took)
+        one.calls = calls_at_once(took)
         if one.kernels != LIBRARY:
             one.tile, one.packs = split.tile, split.packs
         slowest = max(slowest, took)
     for _ in range(ROUNDS if slowest < 30e-3 else 3):
         shuffled.shuffle(order)
         for one in order:
-            n = calls[id(one)]
+            n = one.calls
             for _ in range(n + 1):  # 500 µs each, longer than the host's time
                 lab.spin()
             if n > 1:
@@ -327,7 +328,7 @@ def rows(p: Problem, one: Timed, gpu: str) -> Iterator[dict[str, Any]]:
     shape = {name: getattr(p, name) for name in SHAPE if hasattr(p, name)}
     shape |= {"window": p.window or "", "packed": _packed(p)}
     common = {"kernels": one.kernels, "pass": one.name, **shape, "gpu": gpu}
-    common |= {"tile": one.tile, "pack_gqa": one.packs, "shares": True}
+    common |= {"tile": one.tile, "pack_gqa": one.packs, "shares": True, "calls": one.calls}
     middle = statistics.median(one.times)
     whole = {"us": 1e6 * middle, "lowest us": 1e6 * min(one.times)}
     whole["host us"] = 1e6 * statistics.median(one.host)

@@ -247,18 +247,18 @@ def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
     The job may have no functions and sinks. Its arrays are CuPy arrays or torch tensors.
     """
     p = job.problem
-    if job.trace or p.fp8:
+    kind: type[Forward] | None = None
+    if isinstance(space, arrays.TorchSpace):
+        kind = Forward
+    elif type(job.q) is type(job.k) is type(job.v) is cupy.ndarray:
+        kind = CupyForward
+    if kind is None or job.trace or p.fp8:
         return None
     found = job.memo.get((Forward, plan), job)
     if found is job:  # not in the memo
         kernels = [one.one.kernel for one in plan.launches]
         plain = all(x.functions is None and not x.sinks for x in kernels)
-        found = None
-        if plain and isinstance(space, arrays.TorchSpace):
-            found = Forward(space, plan)
-        elif plain and type(job.q) is type(job.k) is type(job.v) is cupy.ndarray:
-            found = CupyForward(space, plan)
-        job.memo[Forward, plan] = found
+        found = job.memo[Forward, plan] = kind(space, plan) if plain else None
     return found
 
 
@@ -307,8 +307,9 @@ def backward_with(
         repeated = _repeated_backward(job, plan, space)
         with space.on_device():
             if repeated is not None:
-                made = dict(zip(_GRADIENTS, repeated(*saved["arrays"], dout, dlse), strict=True))
-                return Outcome(made, plan.tiling, None, plan.name, gpu=plan.gpu.name)
+                q, k, v, out, lse = saved["arrays"]
+                made = zip(_GRADIENTS, repeated(q, k, v, out, lse, dout, dlse), strict=True)
+                return Outcome(dict(made), plan.tiling, None, plan.name, gpu=plan.gpu.name)
             like, sizes = saved["arrays"][0], plan.sizes
             given = space.view(dout)
             less = None if dlse is None else space.vector(dlse)

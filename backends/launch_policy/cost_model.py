@@ -35,6 +35,20 @@ class Times(NamedTuple):
         return self.item + self.visit * visits
 
 
+class Queue(NamedTuple):
+    """The work tiles of a launch, in the order in which SMs or clusters take them.
+
+    `takes` holds the times of one head's work tiles. The `walks` heads run in head groups of
+    `clump` heads. SMs take the first work tile of every head in a group, followed by every head's
+    second work tile, and so on. A work tile that follows another one begins `late` after its end.
+    """
+
+    takes: Sequence[float]
+    walks: int
+    clump: int
+    late: float = 0.0
+
+
 #: Times of the Hopper forward on an H200, by the larger of head_dim and head_dim_v (up to) and by
 #: tile. `python benchmarks/tile_times.py` measures and fits them. A faster or slower GPU scales all
 #: of them.
@@ -77,7 +91,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 }
 
 
-class Backward(NamedTuple):
+class BackwardTimes(NamedTuple):
     """Times of three Hopper backward kernels: dK and dV, dQ alone, and all gradients."""
 
     dkdv: Times
@@ -89,10 +103,10 @@ class Backward(NamedTuple):
 #: default tiles. They are fitted to both forms, fused and three-pass, on short and long sequences
 #: (docs/notebooks/hopper.md, "Which form").
 HOPPER_BACKWARD = {
-    64: Backward(Times(2.39, 1.38), Times(2.56, 1.21), Times(2.59, 2.03)),
-    80: Backward(Times(2.53, 1.13), Times(3.04, 0.97), Times(2.85, 1.72)),
-    128: Backward(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
-    192: Backward(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
+    64: BackwardTimes(Times(2.39, 1.38), Times(2.56, 1.21), Times(2.59, 2.03)),
+    80: BackwardTimes(Times(2.53, 1.13), Times(3.04, 0.97), Times(2.85, 1.72)),
+    128: BackwardTimes(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
+    192: BackwardTimes(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
 }
 #: The times of dQ alone at these head dims, if its tiles have 128 rows instead of 64.
 DQ_OF_128_ROWS = {80: Times(3.5, 1.9), 128: Times(3.5, 2.1)}
@@ -191,7 +205,7 @@ def _launch(items: np.ndarray, walks: int, processors: int) -> float:
     return makespan(items, walks, processors)
 
 
-def backward_times(problem: Problem, tiling: Tiling) -> Backward:
+def backward_times(problem: Problem, tiling: Tiling) -> BackwardTimes:
     """Return the times of the Hopper backward's kernels for a problem with this tiling."""
     d = max(problem.head_dim, problem.head_dim_v)
     width = min((w for w in HOPPER_BACKWARD if d <= w), default=192)
@@ -263,26 +277,20 @@ def shared_out(
         done = (sum(free[:places]) + walks * float(items.sum())) / places
         return [*[done] * places * cluster, *free[cluster * places :]]
     late = NEXT_WAVE if cluster > 2 and walks * len(items) > at_once > 0 else 0.0
-    return ends_of_launch(np.sort(items)[::-1].tolist(), walks, cluster, places, free, late)
+    queue = Queue(np.sort(items)[::-1].tolist(), walks, walks, late)
+    return ends_of_launch(queue, cluster, places, free)
 
 
-def ends_of_launch(
-    takes: Sequence[float],
-    walks: int,
-    cluster: int,
-    places: int,
-    free: Sequence[float],
-    late: float = 0.0,
-) -> list[float]:
-    """Return the predicted µs, unordered, at which each SM finishes its work in a launch.
+def ends_of_launch(queue: Queue, cluster: int, places: int, free: Sequence[float]) -> list[float]:
+    """Return the predicted time, unordered, at which each SM finishes its work in a launch.
 
     `cluster` SMs share each work tile, and `places` clusters run at the same time. A cluster
     consists of SMs that become free at about the same time, and begins when the last of them is
-    free. The other parameters are those of `ends`.
+    free. `free` holds the time at which each SM becomes free.
     """
     sooner = sorted(free)
     begun = sooner[cluster - 1 : cluster * places : cluster]
-    return [*ends(takes, walks, walks, begun, late) * cluster, *sooner[cluster * places :]]
+    return [*ends(queue, begun) * cluster, *sooner[cluster * places :]]
 
 
 def has_equal_tiles(stage: plans.Stage, tables: Lowered) -> bool:
@@ -311,29 +319,21 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
     return share * problem.heads * len(visits), share * problem.kv_heads * columns
 
 
-def ends(
-    takes: Sequence[float], walks: int, clump: int, free: Sequence[float], late: float = 0.0
-) -> list[float]:
-    """Return the µs, unordered, at which each SM or cluster finishes its last work tile.
+def ends(queue: Queue, free: Sequence[float]) -> list[float]:
+    """Return the time, unordered, at which each SM or cluster finishes its last work tile.
 
-    `takes` holds the times of one head's work tiles, in the order in which SMs take the work tiles.
-    The `walks` heads run in head groups of `clump` heads. SMs take the first work tile of every
-    head in a group, followed by every head's second work tile, and so on. `free` holds the time at
-    which each SM (or cluster) becomes free. A work tile that follows another one begins `late` µs
-    after its end.
+    `free` holds the time at which each SM (or cluster) becomes free.
     """
-    return [end for end, _, _ in last_items(takes, walks, clump, free, late)]
+    return [end for end, _, _ in last_items(queue, free)]
 
 
-def last_items(
-    takes: Sequence[float], walks: int, clump: int, free: Sequence[float], late: float = 0.0
-) -> list[tuple[float, int, int]]:
-    """Return each SM's last work tile as (end time, number of the SM, index in `takes`).
+def last_items(queue: Queue, free: Sequence[float]) -> list[tuple[float, int, int]]:
+    """Return each SM's last work tile as (end time, number of the SM, index in `queue.takes`).
 
     If clusters share the work tiles, "SM" means a cluster. The SM that becomes free first gets the
-    next work tile. The index is -1 for an SM that gets no work tile. The parameters are those of
-    `ends`.
+    next work tile. The index is -1 for an SM that gets no work tile. `free` is that of `ends`.
     """
+    takes, walks, clump, late = queue
     held = [(end, place, -1) for place, end in enumerate(free)]
     heapq.heapify(held)
     for first in range(0, walks, clump):
@@ -351,7 +351,7 @@ def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = Non
     `items` holds the times of one head's work tiles; all `walks` heads have equal times. `places`
     is the number of SMs (or clusters) that work in parallel.
     """
-    return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
+    return max(ends(Queue(np.sort(items)[::-1].tolist(), walks, clump or walks), [0.0] * places))
 
 
 def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bool:

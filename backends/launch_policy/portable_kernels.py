@@ -117,12 +117,8 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
 def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     """Return the row-wise kernel: `flash_delta` for "delta", `flash_convert` for "convert"."""
     dlse = int(problem.dlse and stage == "delta")
-    more = {
-        "fused": int(variant.fused),
-        "first": int(variant.first),
-        "f32": int(problem.dtype == "float32"),
-        "dlse": dlse,
-    }
+    more = {"fused": int(variant.fused), "first": int(variant.first), "dlse": dlse}
+    more |= {"f32": int(problem.dtype == "float32")}
     return _kernel("backward_rows", f"flash_{stage}", 8, 0, (problem, tiling, variant), **more)
 
 

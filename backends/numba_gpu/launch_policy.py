@@ -19,6 +19,9 @@ from flashsim.backends.numba_gpu.hopper import smem_layout
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
+#: Forms of the backward that only the C++ kernels have.
+_ONLY_IN_CPP = ("flash2-fused-first", "flash2-once")
+
 
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
@@ -26,11 +29,10 @@ class PythonHopper(hopper.Hopper):
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return why the Python Hopper kernels cannot run this pass, or None if they can."""
-        if asked.direction == "backward" and asked.algorithm == "flash2-once":
-            return "they have no algorithm='flash2-once', since they accumulate dQ in memory"
-        if asked.direction == "backward" and asked.algorithm == "flash2-fused-first":
+        if asked.direction == "backward" and asked.algorithm in _ONLY_IN_CPP:
             return (
-                "they have no algorithm='flash2-fused-first': a kernel of theirs writes zeros to dQ"
+                f"they have no algorithm={asked.algorithm!r}, since they accumulate dQ in memory "
+                "that starts at 0"
             )
         return super().why_not(asked, tiling)
 

@@ -60,12 +60,16 @@ def run(
         for forward passes on Hopper. Then out is bfloat16. On the CPU, arrays may come from NumPy,
         torch or any library with DLPack, such as JAX. Results come from the same library as the
         inputs. Inputs are not copied.
-    algorithm : {"flash2", "flash2-fused", "flash2-once", "flash1", "standard", "flash-decode"}
-        "flash1" and "standard" follow the first papers. The three "flash2" algorithms differ only
+    algorithm : str
+        "flash2", "flash2-fused", "flash2-fused-first", "flash2-once", "flash1", "standard" or
+        "flash-decode".
+        "flash1" and "standard" follow the first papers. The four "flash2" algorithms differ only
         in the backward pass. "flash2" runs three passes without atomics. "flash2-fused" is
         Algorithm 2 of the FlashAttention-2 paper: one KV-outer pass that adds to dQ by atomics.
-        "flash2-once" needs exactly one key tile per row tile. "flash-decode" also splits the keys,
-        for few queries and a long KV cache; it has no backward pass.
+        In "flash2-fused-first", the first visit of a row tile stores its part of dQ instead, so
+        that no pass writes zeros. "flash2-once" needs exactly one key tile per row tile.
+        "flash-decode" also splits the keys, for few queries and a long KV cache; it has no backward
+        pass.
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional

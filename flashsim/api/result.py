@@ -187,10 +187,11 @@ class Result(_Pass):
             can run the fused form with dQ's additions in a fixed order, and that form is faster,
             True runs it instead. False runs the fused form, or the three-pass form if the backend
             chooses the tiling and knows that it is faster. After ``algorithm="flash2-fused"``,
-            False always runs the fused form. With either value a backend may run "flash2-once",
-            which adds nothing up, if it knows that this is faster: for short sequences on a Hopper
-            GPU. A trace says which form ran. Default: by `algorithm` ("flash2", three-pass: True;
-            "flash2-fused": False).
+            False always runs the fused form. After "flash2", False may also run the form
+            "flash2-fused-first", which writes no zeros to dQ. With either value a backend may run
+            "flash2-once", which adds nothing up, if it knows that this is faster: for short
+            sequences on a Hopper GPU. A trace says which form ran. Default: by `algorithm`
+            ("flash2", three-pass: True; "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
         captured : bool or sequence of str, optional

@@ -146,7 +146,11 @@ class Passes:
     panel = _HOW
     backward: bool = in_bundle(False, "Also run or count the backward pass.")
     tiling: str = in_bundle("fit", f"{_TILE} For the forward pass.", "-t")
-    backward_tiling: str = in_bundle("fit", "Tile size of the backward pass, like --tiling.")
+    backward_tiling: str = in_bundle(
+        "fit",
+        "Tile size of the backward pass, like --tiling. A third number, as in 64x128x128, is the "
+        "number of query rows per tile in a pass that computes dQ alone.",
+    )
     device: str = in_bundle("H100", GPU)
 
 
@@ -248,7 +252,7 @@ class L2:
 ALGORITHM = (
     f"Algorithm: {', '.join(ALGORITHMS)}. In the backward pass, flash2 has three kernels without "
     "atomics; flash2-fused has one kernel that accumulates dQ with atomics, like the kernel of "
-    "FlashAttention-2's authors."
+    "FlashAttention-2's authors; flash2-fused-first is the same without a pass that sets dQ to 0."
 )
 Algorithm = Annotated[str, typer.Option("--algorithm", "-a", help=ALGORITHM, rich_help_panel=_HOW)]
 

@@ -51,8 +51,8 @@ def predict(
     sizes: opt.Sizes = opt.BATCH,
     algorithm: str = option(
         "flash2",
-        "Algorithm: flash2; flash2-fused or flash2-once (one-pass backward); flash-decode; or "
-        "standard (a library's kernels).",
+        "Algorithm: flash2; flash2-fused, flash2-fused-first or flash2-once (one-pass backward); "
+        "flash-decode; or standard (a library's kernels).",
         "-a",
     ),
     parts: opt.Parts = opt.Parts(splits="auto"),

@@ -283,11 +283,19 @@ def parse_mask(text: str) -> bool:
 
 
 def parse_tiling(text: str) -> Tiling | str:
-    """Return the Tiling of a text such as ``128x64``; return "fit" and preset names unchanged."""
+    """Return the Tiling of a text such as ``128x64``; return "fit" and preset names unchanged.
+
+    A third number is `Tiling.dq_rows`.
+    """
     if text == "fit" or text in PRESETS:
         return text
     takes = f"QUERIESxKEYS, e.g. 128x64, or a name from {choices(text, ('fit', *PRESETS))}"
-    return Tiling(*pair("x", int, takes)("--tiling", text))
+    try:
+        queries, keys, *dq_rows = map(int, text.lower().split("x"))
+        (rows,) = dq_rows or (None,)
+    except ValueError:
+        raise OptionError(f"--tiling must be {takes}, got {text!r}") from None
+    return Tiling(queries, keys, rows)
 
 
 def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:

@@ -311,7 +311,7 @@ _H100 = _preset(
     tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4, **_fp8(1978.9)),
     cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
     source="[H] SXM5; L2 bandwidth [E]; clusters [K]", link="NVLink 4",
-    clusters=((1, 132), (2, 66), (4, 30), (8, 15)),
+    clusters=((2, 66), (4, 30), (8, 15)),
 )  # fmt: skip
 _ALL = [
     _preset(

@@ -22,8 +22,8 @@ GENERAL = tuple(
 )
 #: The algorithms that split no keys, but whose forward pass may pack the query heads of a group.
 PACKING = ("flash2", "flash2-fused", "flash2-fused-first", "flash2-once")
-#: The algorithms whose backward adds to a float32 dQ in HBM. In the second one, the first visit of a
-#: row tile stores instead, so that no kernel writes zeros.
+#: The algorithms whose backward adds to a float32 dQ in HBM. In the second one, the first visit of
+#: a row tile stores instead, so that no kernel writes zeros.
 FUSED = ("flash2-fused", "flash2-fused-first")
 #: The fields of a problem that tiles with rows of several heads do not support.
 FUNCTIONS = ("mask_mod", "score_mod", "sinks")
@@ -287,10 +287,10 @@ def fastest_backward(
     """Return the fastest algorithm for a backward pass, and whether it adds to dQ in a fixed order.
 
     ``deterministic=None`` keeps the backward pass of `algorithm`. With a tiling from the caller
-    (`tiled`), `stores_dq`, `fuses` and `stores_first` are ignored. `stores_dq` says whether "flash2-once" is faster
-    on this backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order, and is
-    then fastest. `fuses` says whether the fused pass is faster than three passes, and
-    `stores_first` whether "flash2-fused-first" is its faster form.
+    (`tiled`), `stores_dq`, `fuses` and `stores_first` are ignored. `stores_dq` says whether
+    "flash2-once" is faster on this backend. `orders_dq` says whether the fused pass can add to dQ
+    in a fixed order, and is then fastest. `fuses` says whether the fused pass is faster than three
+    passes, and `stores_first` whether "flash2-fused-first" is its faster form.
     """
     form = backward_form(algorithm, deterministic)
     any_form = deterministic is not None and algorithm == "flash2" and not tiled

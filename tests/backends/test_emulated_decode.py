@@ -112,6 +112,7 @@ def test_values_and_counted_bytes(name):
         assert counted == simulated(made, case, x) == simulated(made, case)
 
 
+#: Shared prefixes, which test_decode_launch.py launches.
 CASCADES = {
     "one query": (Case(Problem(1, 400, 64, batch=3, **GROUPED), (400, 131, 128), prefix=128), 3),
     "four, causal, pages": (
@@ -125,15 +126,6 @@ CASCADES = {
     ),
     "chosen": (Case(Problem(1, 900, 64, 40, batch=2, **GROUPED), (900, 840), 3, 801), None),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASCADES)
-def test_a_shared_prefix_is_walked_once(name):
-    case, splits = CASCADES[name]
-    x = case.make()
-    out, lse, made, counted = launch(AMPERE, case, x, splits)
-    case.check(x, out, lse)
-    assert counted == simulated(made, case)
 
 
 CLUSTERS = {

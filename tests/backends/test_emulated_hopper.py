@@ -15,6 +15,7 @@ from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.problem import oracle
+from flashsim.schedule.plans import FUSED
 from flashsim.schedule.tiling import Tiling
 
 pytest.importorskip("cupy")  # as test_emulated
@@ -49,9 +50,9 @@ ALIKE = {
         Tiling(128, 128),
         Problem(150, 140, 32, 20, batch=2, dtype="float16", window=(60, 10)),
     ),
-    "rows without keys": (  # whose log-sum-exp is -inf
+    "rows without keys": (  # whose log-sum-exp is -inf; the first row tile has no visit
         Tiling(128, 128),
-        Problem(200, 140, 32, 20, batch=2, dtype="bfloat16", causal=True),
+        Problem(300, 140, 32, 20, batch=2, dtype="bfloat16", causal=True),
     ),
     "carried 128": (Tiling(64, 128), Problem(150, 200, 128, **GROUP)),
     "80 rows": (Tiling(80, 128), Problem(210, 150, 80, **GROUP)),
@@ -256,7 +257,7 @@ def compare(
     forward = PORTABLE.forward_passes(p, None, gpu, "ascending", "counts")
     arrays, _ = emulator.run_forward(machine, forward, p, x)
     passes = HOPPER.backward_passes(p, tiling, gpu, "ascending", report, algorithm)
-    adds = algorithm == "flash2-fused"
+    adds = algorithm in FUSED
     arrays, stages = emulator.run_backward(machine, passes, p, arrays, x, fused=adds)
     inputs = [x[name] for name in "qkv"]
     true = oracle.gradients(*inputs, x["dout"], p, dlse=x.get("dlse"))
@@ -290,6 +291,15 @@ def test_gradients_and_counts_where_warpgroups_are_alike(name):
     tiling, problem = ALIKE[name]
     _, fused, _ = compare(problem, tiling)
     assert dict(fused.kernel.constants)["FS_DEFERRED"] == 0
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("rows without keys", "carried 128") else thorough(n) for n in ALIKE]
+)
+def test_gradients_and_counts_if_the_first_visit_stores(name):
+    tiling, problem = ALIKE[name]
+    delta, fused, convert = compare(problem, tiling, "flash2-fused-first")
+    assert all(dict(x.kernel.constants)["FS_FIRST"] == 1 for x in (delta, fused, convert))
 
 
 #: dQ's own pass: tiles of 128 rows beside tiles of 64, rows without keys, an odd number of tiles.

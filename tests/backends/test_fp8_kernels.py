@@ -139,7 +139,14 @@ def family_of(**options):
     return engine._family(Job(problem(), None, None, None, options=options), H200, "forward")
 
 
+def no_gradients():
+    from flashsim.backends.cupy_gpu import engine
+
+    engine._no_fp8_gradients(Job(problem(), None, None, None))
+
+
 REFUSED = refusals(r"""
+no_gradients() -> UnsupportedError: no backward pass on a GPU
 kernels(80, "bfloat16", "head", (128, 128), rotate=False)
     -> UnsupportedError: head_dim of 64, 128, 256, got 80
 kernels(64, "float32", "head", (128, 128), rotate=False)

@@ -98,7 +98,7 @@ class Planned:
     name, tiling, split, gpu, failure = "portable", Tiling(16, 16), WHOLE, H200, None
     sizes = calls.NewArrays.of(Problem(16, 16, 16, dtype="float16"))
     gradients, new_arrays, head = calls.Plan.gradients, calls.Plan.new_arrays, calls.Plan.head
-    summed, ordered = 0, False
+    summed, ordered, flags = 0, False, 0
 
     def of(self, job):
         """Itself, with what the job's algorithm adds up."""

@@ -29,7 +29,7 @@ from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.clusters import fastest_cluster, shared_launches
-from flashsim.backends.launch_policy.cost_model import ROLES
+from flashsim.backends.launch_policy.cost_model import ROLES, Queue
 from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
 from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.backends.launch_policy.portable import PORTABLE
@@ -785,14 +785,14 @@ def test_a_launch_takes_as_long_as_its_fullest_block():
 
 
 def test_blocks_begin_where_others_have_ended():
-    assert sorted(cost_model.ends([3.0, 1.0], 2, 2, [0.0, 0.0])) == [4.0, 4.0]
+    assert sorted(cost_model.ends(Queue([3.0, 1.0], 2, 2), [0.0, 0.0])) == [4.0, 4.0]
     # Two blocks for two SMs, one of them free a second earlier: the last still ends at 2.
-    assert sorted(cost_model.ends([2.0], 2, 2, [-1.0, 0.0])) == [1.0, 2.0]
-    assert sorted(cost_model.ends([2.0], 3, 3, [-2.0, 0.0])) == [
+    assert sorted(cost_model.ends(Queue([2.0], 2, 2), [-1.0, 0.0])) == [1.0, 2.0]
+    assert sorted(cost_model.ends(Queue([2.0], 3, 3), [-2.0, 0.0])) == [
         2.0,
         2.0,
     ]  # a third one's time is saved
-    assert max(cost_model.ends([2.0], 3, 3, [0.0, 0.0])) == 4.0
+    assert max(cost_model.ends(Queue([2.0], 3, 3), [0.0, 0.0])) == 4.0
 
 
 def test_a_further_wave_of_clusters_begins_late():
@@ -846,7 +846,7 @@ def test_clusters_leave_room_for_the_tiles_of_dq():
 def plain_times(monkeypatch):
     """Round times: dK and dV 2 + 2 per visit, dQ 1 + 1, fused 2 + 3, then 5; waiting dQ 7."""
     takes = (cost_model.Times(2, 2), cost_model.Times(1, 1), cost_model.Times(2, 3))
-    monkeypatch.setattr(cost_model, "HOPPER_BACKWARD", {128: cost_model.Backward(*takes)})
+    monkeypatch.setattr(cost_model, "HOPPER_BACKWARD", {128: cost_model.BackwardTimes(*takes)})
     monkeypatch.setattr(cost_model, "DQ_OF_128_ROWS", {})
     monkeypatch.setattr(cost_model, "ADDING_UP", {64: 100.0, 128: 100.0})
     monkeypatch.setattr(cost_model, "CONVERTING", 5)
@@ -1050,6 +1050,29 @@ def test_warpgroups_take_turns_but_at_128_columns_and_many_keys(d, d_v, keys, tu
     problem = Problem(256, keys, d, head_dim_v=d_v, dtype="bfloat16")
     (one,) = passes_of(HOPPER, problem)
     assert dict(one.kernel.constants)["FS_TURNS"] == int(turns)
+
+
+def test_the_first_visit_stores_dq_where_that_is_faster():
+    """Few blocks may reach a row tile at once, and zeros must take a part of the time."""
+    window = Problem(
+        *(4096, 4096, 128), batch=4, heads=16, dtype="bfloat16", causal=True, window=(1023, 0)
+    )
+    assert HOPPER.stores_first(window, H200)
+    delta, fused, convert = passes_of(HOPPER, window, "flash2-fused-first")
+    assert all(dict(x.kernel.constants)["FS_FIRST"] == 1 for x in (delta, fused, convert))
+    together = replace(window, causal=False, window=None)  # every work tile begins at row tile 0
+    many_keys = replace(window, n_q=512, n_kv=8192, window=None)  # most work tiles do
+    long = replace(window, n_q=32768, n_kv=32768, window=None)  # zeros take 1 % of the time
+    for other in (together, many_keys, long, replace(window, head_dim=256)):
+        assert not HOPPER.stores_first(other, H200)
+    alternating = replace(window, batch=8, heads=32, kv_heads=4, window=None)
+    (one,) = (x for x in passes_of(HOPPER, alternating, "flash2-fused") if x.kernel.boxes)
+    assert dict(one.kernel.constants)["FS_IN_STEP"] == 1
+    assert not HOPPER.stores_first(alternating, H200)
+    with pytest.raises(UnsupportedError, match="needs a head_dim up to 192"):
+        passes_of(HOPPER, replace(window, head_dim=256), "flash2-fused-first")
+    with pytest.raises(TilingError, match="algorithm='flash2-fused-first'"):
+        passes_of(PORTABLE, window, "flash2-fused-first")
 
 
 def test_dq_is_stored_after_one_visit_where_that_is_faster():

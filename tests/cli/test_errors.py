@@ -16,6 +16,8 @@ run --backend abacus -> unknown backend 'abacus'
 run -n 0 -> n_q must be at least 1, got 0
 run --tiling 4000x4000 -> the largest tiling that fits is Tiling(
 run --tiling 64 -> --tiling must be QUERIESxKEYS, e.g. 128x64, or a name
+run --tiling 64x32x48 -> dq_rows must be a multiple of block_q
+run --tiling 64x32x64x1 -> --tiling must be QUERIESxKEYS
 run --tiling fa2-foward -> did you mean 'fa2-forward'
 run --window 8 -> --window must be LEFT:RIGHT, e.g. 128:0
 count --window '' -> (-1 means no limit), got ''

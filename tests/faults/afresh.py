@@ -15,7 +15,8 @@ from typing import NamedTuple
 TESTS = Path(__file__).parents[1]
 IMPORTED = [
     *("pytest", "_pytest.main", "xdist.plugin", "slipcover.pytest_plugin", "hypothesis.strategies"),
-    *("numpy.testing", "numpy.random", "ml_dtypes", "cupy", "typer.testing"),
+    *("numpy.testing", "numpy.random", "numpy.ma", "ml_dtypes", "cupy", "typer.testing", "numba"),
+    *("xml.etree.ElementTree", "pdb", "execnet", "_hypothesis_pytestplugin", "platformdirs"),
 ]
 _WITHOUT = ("cacheprovider", "xdist")
 

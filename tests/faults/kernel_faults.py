@@ -397,6 +397,17 @@ FAULTS = {
         *(SHARED, "const int rows = min(BLOCK_Q, it.end - query);", "const int rows = BLOCK_Q;"),
         hopper("counts and ragged and 96 and ascending"),
     ),
+    # -- "flash2-fused-first"; test_emulated_hopper.py sees these on a CPU ------------------------
+    "first-visit-adds": Fault(
+        "the first visit adds its part of dQ to whatever memory holds",
+        *(SHARED, "atomicCAS(piece, 0, 1) == 0) return true;"),
+        *("atomicCAS(piece, 0, 2) == 0) return false;", hopper("test_features and causal and 64")),
+    ),
+    "first-rows-without-visits": Fault(
+        "dQ of rows without keys is whatever memory holds",
+        *(ROWS, "* 2] != 2;  // no visit", "* 2] == 3;  // no visit"),
+        hopper("test_features and keys and 64"),
+    ),
     # -- the portable kernels; test_emulated.py sees these on a CPU --------------------------------
     "portable-o-not-rescaled": Fault(
         "O keeps the scale of an older maximum",

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
+import importlib.util
 import re
 import subprocess
 import sys
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.promise("seeded faults are caught")
 
 TESTS = Path(__file__).parents[1]
 FAULTS = kernel_faults.FAULTS
+EVERY = FAULTS | faults_numba.FAULTS
 
 
 @pytest.mark.gpu
@@ -114,30 +115,31 @@ def test_what_is_no_kernel_is_found(monkeypatch):
 
 @pytest.fixture(scope="module")
 def listed():
-    """The names of a file's tests, for which no GPU is needed."""
+    """The names of each file's tests, for which no GPU is needed."""
+    files = sorted({fault.caught_by[0].partition("::")[0] for fault in EVERY.values()})
     with afresh.processes() as pool:
-
-        @functools.cache
-        def names(file):
-            done = pool.submit(afresh.suite, ("--collect-only", "-q", file)).result(timeout=300)
-            if "could not import 'torch'" in done.said:
-                pytest.skip(f"tests/{file} needs PyTorch")
-            assert done.returncode == 0, done.said
-            return [line.split("::")[1] for line in done.said.splitlines() if "::" in line]
-
-        yield names
+        done = pool.submit(afresh.suite, ("--collect-only", "-q", *files)).result(timeout=300)
+    assert done.returncode == 0, done.said
+    found = {file: [] for file in files}
+    for line in done.said.splitlines():
+        file, _, test = line.removeprefix("tests/").partition("::")
+        if test:
+            found[file].append(test)
+    return found
 
 
-@pytest.mark.parametrize("name", [*FAULTS, *faults_numba.FAULTS])
+@pytest.mark.parametrize("name", EVERY)
 def test_the_tests_that_should_notice_exist(name, listed):
-    fault = FAULTS[name] if name in FAULTS else faults_numba.FAULTS[name]
+    fault = EVERY[name]
     (file, _, test), words = fault.caught_by[0].partition("::"), " ".join(fault.caught_by[2:])
     words = re.sub(
         r"[^\s()]+",
         lambda m: m[0] if m[0] in ("and", "or", "not") else f"({m[0]!r} in test)",
         words,
     )
-    found = [x for x in listed(file) if x.startswith(test) and eval(words or "1", {"test": x})]
+    if not listed[file] and importlib.util.find_spec("torch") is None:
+        pytest.skip(f"tests/{file} needs PyTorch")
+    found = [x for x in listed[file] if x.startswith(test) and eval(words or "1", {"test": x})]
     assert 0 < len(found) < 40, (file, test, words)
 
 
@@ -169,6 +171,14 @@ def test_one_of_hoppers_forward_shows_on_a_cpu(monkeypatch):
 def test_one_of_the_backward_in_one_visit_shows_on_a_cpu(name, monkeypatch):
     with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
         test_emulated_hopper.compare_once("varlen")
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("first")])
+def test_one_of_the_first_visit_shows_on_a_cpu(name, monkeypatch):
+    tiling, problem = test_emulated_hopper.ALIKE["rows without keys"]
+    with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
+        test_emulated_hopper.compare(problem, tiling, "flash2-fused-first")
 
 
 def test_a_fragment_that_is_gone_is_an_error():

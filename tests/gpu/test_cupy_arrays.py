@@ -6,7 +6,7 @@ from cupy_checks import MARKS, cupy, make, poisoned  # noqa: F401
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.errors import BackendUnavailable, DTypeError, TilingError, UnsupportedError
+from flashsim.errors import DTypeError, UnsupportedError
 from flashsim.problem import oracle
 from flashsim.problem.masks import BlockMask
 
@@ -166,14 +166,6 @@ def test_a_gradient_from_elsewhere_is_refused():
         result.backward(cupy.asarray(x["dout"]))
 
 
-def test_a_tiling_no_kernel_has_names_those_that_run():
-    x = make(Problem(8, 8, 16, dtype="float16"))
-    with pytest.raises(TilingError, match=r"a 24 x 64 tile .*possible tiles: .*128 x 64"):
-        flashsim.run(
-            x["q"], x["k"], x["v"], backend="cupy", kernel="portable", tiling=Tiling(24, 64)
-        )
-
-
 def test_what_gpus_cannot_do_is_refused():
     x = make(Problem(64, 64, 16, dtype="float32"))
     given = (x["q"], x["k"], x["v"])
@@ -188,14 +180,3 @@ def test_what_gpus_cannot_do_is_refused():
         flashsim.run(
             *given, backend="cupy", kernel="portable", block_mask=mask, tiling=Tiling(32, 32)
         )
-
-
-def test_out_of_memory_says_so(monkeypatch):
-    x = make(Problem(64, 64, 16, dtype="float32"))
-
-    def full(*_):
-        raise cupy.cuda.memory.OutOfMemoryError(1, 2)
-
-    monkeypatch.setattr(cupy, "empty", full)
-    with pytest.raises(BackendUnavailable, match="out of GPU memory"):
-        flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")

@@ -13,7 +13,7 @@ from flashsim import Device, Problem
 from flashsim.backends.cupy_gpu import arrays, decode, engine
 from flashsim.backends.launch_policy import decode_plan as family
 from flashsim.engines.protocol import Job
-from flashsim.errors import OptionError, ShapeError, UnsupportedError
+from flashsim.errors import OptionError, UnsupportedError
 from flashsim.trace.events import PHASES
 
 pytestmark = [*MARKS, pytest.mark.promise("twice plain attention's error")]
@@ -134,21 +134,6 @@ def test_a_batch_that_shares_nearly_all():
     x = case.make()
     result = run(case, x, shared_prefix=case.prefix)
     case.check(x, result.out, result.lse)
-
-
-def test_what_a_shared_prefix_must_be():
-    case = shared(3, 160, 100, page=16)
-    x = case.make()
-    whole = shared(3, 160, 100)
-    with pytest.raises(OptionError, match="got 240, but entry 1 has only 227 keys"):
-        run(whole, whole.make(), shared_prefix=240)
-    with pytest.raises(ShapeError, match="multiple of page_size=16, got 100"):
-        run(case, x, shared_prefix=100)
-    x["table"][1, 2] = x["table"][1, 3]
-    with pytest.raises(
-        OptionError, match=r"block_table\[1, 2\] must be page \d+, .* first 160 keys"
-    ):
-        run(case, x, shared_prefix=160)
 
 
 @pytest.mark.parametrize("splits", [2, 4, 8])
@@ -333,12 +318,6 @@ def test_sequences_that_are_divided_differently_have_a_trace():
     trace = run(case, case.make(), trace=True).trace
     assert trace.stages[0].schedule.split.part_tiles is not None
     assert trace.diff(trace.predicted()) == {}
-
-
-def test_what_has_no_timeline():
-    case = ragged(2, 9000)
-    with pytest.raises(UnsupportedError, match="trace='timeline' does not support shared_prefix="):
-        run(case, case.make(), shared_prefix=16, trace="timeline")
 
 
 def test_options_of_decoding_belong_to_it():

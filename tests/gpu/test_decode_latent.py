@@ -114,14 +114,8 @@ def test_a_trace_is_the_simulators(page, splits):
     check_trace(Case(case.problem, (300, 260), page), splits)
 
 
-def test_what_is_refused():
+def test_it_has_no_timeline():
     with pytest.raises(
         UnsupportedError, match=r"trace='timeline' does not support .* latent attention"
     ):
         run(mla(1, 64), mla(1, 64).make(), trace="timeline")
-    with pytest.raises(UnsupportedError, match="latent attention does not support shared_prefix="):
-        run(mla(1, 64, d=192, dv=128), mla(1, 64, d=192, dv=128).make(), shared_prefix=16)
-    with pytest.raises(UnsupportedError, match="head_dim_v that is a multiple of 128"):
-        check(mla(1, 64, dv=96))
-    with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
-        check(mla(1, 64, dtype="float32"))

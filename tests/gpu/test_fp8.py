@@ -22,7 +22,7 @@ import flashsim
 from flashsim import Problem
 from flashsim.backends.cupy_gpu import quantize
 from flashsim.backends.launch_policy.hopper_fp8 import TILINGS
-from flashsim.errors import ShapeError, UnsupportedError
+from flashsim.errors import ShapeError
 from flashsim.problem import oracle
 from flashsim.problem.masks import BlockMask
 from flashsim.problem.problem import numpy_dtype
@@ -362,15 +362,3 @@ def test_rows_apart(torch):
     result = flashsim.run(q, k, v, backend="cupy", scales=scales, scale_block=BLOCK)
     out = result.out.view(torch.int16).cpu().numpy()
     assert out.tobytes() == run(p, x8).out.tobytes()
-
-
-def test_what_is_not_taken_is_said():
-    p = Problem(200, 300, 128, heads=2, dtype="bfloat16")
-    _, x8 = make(p)
-    narrow = [x[..., :80].copy() for x in (x8.q, x8.k, x8.v)]
-    with pytest.raises(UnsupportedError, match="head_dim must be one of 64, 128, 256"):
-        flashsim.run(*narrow, backend="cupy", scales="unscaled")
-    with pytest.raises(UnsupportedError, match="portable kernels do not support FP8"):
-        run(p, x8, kernel="portable")
-    with pytest.raises(UnsupportedError, match="no backward pass on a GPU"):
-        run(p, x8).backward(np.zeros((1, 2, 200, 128), numpy_dtype("bfloat16")))

@@ -14,7 +14,7 @@ from flashsim.errors import BackendUnavailable, DTypeError
 
 cupy = pytest.importorskip("cupy")
 
-from cupy_checks import MARKS, gpus, make  # noqa: E402  (it imports CuPy)
+from cupy_checks import gpus, make, on_any_gpu  # noqa: E402  (it imports CuPy)
 
 from flashsim.backends.cupy_gpu import arrays  # noqa: E402
 from flashsim.backends.cupy_gpu import engine as cupy_engine  # noqa: E402
@@ -40,12 +40,6 @@ class Elsewhere(Exported):
 
     def __init__(self):
         super().__init__(None, (2, 0))
-
-
-def gpu(test):
-    for mark in MARKS:
-        test = mark(test)
-    return test
 
 
 # -- without a GPU --------------------------------------------------------------------------------
@@ -139,7 +133,7 @@ def test_without_a_gpu_it_is_said_that_there_is_none(x):
 # -- on a GPU -------------------------------------------------------------------------------------
 
 
-@gpu
+@on_any_gpu
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("cupy", "float16"), ("cupy", "float32"), ("numba_cuda", "float32")]
 )
@@ -163,7 +157,7 @@ def test_dlpack_arrays_give_what_cupy_arrays_give_without_a_copy(backend, dtype)
     assert cupy.from_dlpack(Exported(got.out)).data.ptr == got.out.data.ptr  # and back, uncopied
 
 
-@gpu
+@on_any_gpu
 def test_bfloat16_cupy_arrays_are_taken_where_cupy_has_them():
     p = Problem(64, 64, 64, heads=2, dtype="bfloat16", causal=True)
     host = make(p)
@@ -178,7 +172,7 @@ def test_bfloat16_cupy_arrays_are_taken_where_cupy_has_them():
     np.testing.assert_array_equal(*bits)
 
 
-@gpu
+@on_any_gpu
 def test_teaching_kernels_wait_for_the_stream_of_their_arrays():
     """They read what was queued there before, and before what is queued after overwrites it."""
     pytest.importorskip("numba_cuda")
@@ -206,7 +200,7 @@ def test_teaching_kernels_wait_for_the_stream_of_their_arrays():
     np.testing.assert_array_equal(result.out.get(), wanted.out)
 
 
-@gpu
+@on_any_gpu
 def test_teaching_kernels_take_torch_tensors_on_torchs_stream():
     torch = pytest.importorskip("torch")
     pytest.importorskip("numba_cuda")

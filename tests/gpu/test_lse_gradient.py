@@ -7,7 +7,6 @@ import pytest
 from cupy_checks import (  # noqa: F401
     FEATURES,
     HOPPER,
-    MARKS,
     ON_HOPPER,
     ONCE,
     PORTABLE,
@@ -20,6 +19,7 @@ from cupy_checks import (  # noqa: F401
     families,
     gradients,
     make,
+    on_any_gpu,
     on_gpu,
     poisoned,
     run,
@@ -41,13 +41,6 @@ SHORT = [
     Problem(300, 120, 128, heads=2, dtype="float16", dlse=True),
     Problem(150, 128, 32, 20, heads=2, dtype="bfloat16", window=(60, 10), dlse=True),
 ]
-
-
-def on_any_gpu(test):
-    """`test`, where there is one."""
-    for mark in MARKS:
-        test = mark(test)
-    return test
 
 
 @pytest.mark.parametrize("family", families())

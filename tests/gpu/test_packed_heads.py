@@ -21,7 +21,6 @@ import flashsim
 from flashsim import Problem
 from flashsim.backends.cupy_gpu.engine import gpu_of
 from flashsim.backends.launch_policy import hopper
-from flashsim.errors import UnsupportedError
 
 pytestmark = [
     *ON_HOPPER,
@@ -122,27 +121,3 @@ def test_the_result_says_whether_heads_are_packed(forced):
         result = flashsim.run(x["q"], x["k"], x["v"], **how)
         packed = expected if forced is None else forced
         assert result.split.pack_gqa == result.trace.schedule.split.pack_gqa == packed
-
-
-@pytest.mark.parametrize(
-    "p",
-    [
-        Problem(100, 100, 64, heads=6, kv_heads=2, dtype="bfloat16"),
-        Problem(100, 100, 64, heads=4, kv_heads=2, dtype="float32"),
-        Problem(
-            *(100, 100, 64),
-            heads=4,
-            kv_heads=2,
-            dtype="bfloat16",
-            cu_seqlens_q=(0, 100),
-            cu_seqlens_k=(0, 100),
-        ),
-    ],
-    ids=["three heads", "float32", "packed sequences"],
-)
-def test_what_cannot_be_packed(p):
-    x = make(p)
-    how = cupy_checks.options(p) | {"backend": "cupy"}
-    with pytest.raises(UnsupportedError, match="leave out pack_gqa="):
-        flashsim.run(x["q"], x["k"], x["v"], **how, pack_gqa=True)
-    flashsim.run(x["q"], x["k"], x["v"], **how, pack_gqa=False)

@@ -329,14 +329,15 @@ def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, ti
 def test_docs_print_the_errors_of_predicted_times(benchmark, times, errors):
     assert benchmark.errors_table(errors).markdown() in RESULTS
     assert benchmark.errors_table(benchmark.errors(times.unchanged())).markdown() in RESULTS
-    assert benchmark.library_table().markdown() in RESULTS
+    library = benchmark.library_table()
+    assert library.markdown() in RESULTS
     assert benchmark.others_table().markdown() in RESULTS
     decoding = script("predict_decode")
     table = decoding.decode_table(decoding.decode_cases())
     assert table.markdown() in RESULTS
     mean, worst = table.records()[-1]["all, mean"], table.records()[-1]["all, worst"]
     assert f"| mean {mean} %, worst {worst.lstrip('+-')} % |" in MODELS
-    ratios = [float(row[n]) for row in benchmark.library_table().rows for n in (3, 5)]
+    ratios = [float(row[n]) for row in library.rows for n in (3, 5)]
     assert min(ratios) > 1  # standard attention is never faster than it could be
     assert f"torch's kernels take {min(ratios)} to {max(ratios)} times as long" in (
         " ".join(MODELS.split())
@@ -345,13 +346,13 @@ def test_docs_print_the_errors_of_predicted_times(benchmark, times, errors):
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
     """As docs/notebooks/predictions.md says: for each kernel family and pass the mean within 5 %,
-    and all passes within 12 %; the single-KV-tile backward within 7.5 and 17.8 %."""
+    and all passes within 12 %; the single-KV-tile backward within 8.2 and 19.2 %."""
     held = {key: [x for x, _ in known] for key, known in errors.items() if key[2] == "held out"}
     assert len(held) == 10
     once = held.pop(("hopper", "flash2-once", "held out"))
     assert len(once) == 15
-    assert f"{sum(map(abs, once)) / 15:.1%}" == "7.5%"
-    assert f"{max(map(abs, once)):.1%}" == "17.8%"
+    assert f"{sum(map(abs, once)) / 15:.1%}" == "8.2%"
+    assert f"{max(map(abs, once)):.1%}" == "19.2%"
     means = [100 * sum(map(abs, x)) / len(x) for x in held.values()]
     said = f"on shapes not fitted, the mean error per kernel and pass is {min(means):.1f} to "
     said += f"{max(means):.1f} %; single-KV-tile backward: {100 * sum(map(abs, once)) / 15:.1f} %"

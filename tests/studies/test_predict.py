@@ -9,12 +9,22 @@ from repository import recorded
 import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, functions
 from flashsim.backends.launch_policy import family
+from flashsim.backends.launch_policy.cost_model import Queue
 from flashsim.backends.launch_policy.hopper import Hopper
 from flashsim.l2 import L2Model, dram
 from flashsim.schedule import tables
 from flashsim.studies.predict import Constants, calibration, model, predict
 from flashsim.studies.predict.blocks import makespan
-from flashsim.studies.predict.units import _waves_per_row, bytes_again, clock, once_bytes, work_of
+from flashsim.studies.predict.units import (
+    L2_PORT,
+    PAIR,
+    SCALED,
+    _waves_per_row,
+    bytes_again,
+    clock,
+    once_bytes,
+    work_of,
+)
 
 pytestmark = pytest.mark.promise("predictions are judged")
 
@@ -130,10 +140,12 @@ def test_what_dq_adds_beside_dk_and_dv():
 
 def test_a_block_that_waits_for_an_sm_holds_its_first_tile_back():
     """Three SMs, one of them free after 10: its block has the third tile, not whoever is done."""
-    assert model._held_back([2.0], 3, 3, [0.0, 0.0, 10.0]) == 12
-    assert model._held_back([2.0], 6, 6, [0.0, 0.0, 10.0]) == 12  # the fourth to sixth do not wait
-    assert model._held_back([2.0], 2, 2, [0.0, 0.0, 10.0]) == 2  # no third block
-    assert model._held_back([3.0, 1.0], 2, 1, [0.0, 5.0]) == 7  # 3 3 1 | 1 at 5, head by head
+    assert model._held_back(Queue([2.0], 3, 3), [0.0, 0.0, 10.0]) == 12
+    # the fourth to sixth do not wait
+    assert model._held_back(Queue([2.0], 6, 6), [0.0, 0.0, 10.0]) == 12
+    assert model._held_back(Queue([2.0], 2, 2), [0.0, 0.0, 10.0]) == 2  # no third block
+    # head by head: 3 3 1 | 1 at 5
+    assert model._held_back(Queue([3.0, 1.0], 2, 1), [0.0, 5.0]) == 7
 
 
 def test_blocks_that_share_an_sm_wait_side_by_side():
@@ -321,10 +333,9 @@ def test_the_first_tiles_of_a_wave_wait_for_hbm():
     none = Constants(launch=0.0)
     assert works[-1].visits.tolist() == [4, 4]
     seconds, last, _, hbm = model.stage_seconds(works, none)
-    assert hbm == pytest.approx(
-        (q_o + k_v + lse) / (calibration.FORWARD_SHARE * H200.hbm_bandwidth)
-    )
-    alone = (q_o + lse + k_v / 4) / 2 / (calibration.FORWARD_SHARE * H200.hbm_bandwidth)
+    speed = calibration.STREAMED[True][1] * H200.hbm_bandwidth  # as fast as kernels that stream
+    assert hbm == pytest.approx((q_o + k_v + lse) / speed)
+    alone = (q_o + lse + k_v / 4) / 2 / speed
     assert seconds == pytest.approx(alone + (last**6 + (hbm - alone) ** 6) ** (1 / 6))
 
 
@@ -342,6 +353,32 @@ def test_a_row_tile_whose_warpgroups_compute_their_own_visits_takes_longer(monke
     (whole,) = model.works_of(*prepared(even, tiling=Tiling(192, 128)))
     assert whole.one.tables.shares is None
     assert model.durations(whole, Constants())[1].max() == 0
+
+
+def test_units_work_for_the_mean_of_the_warpgroups_and_the_longest_ends_last():
+    """Three warpgroups of 64 rows: 1, 1 and 2 key tiles of 128, of which each masks one."""
+    p = Problem(192, head_dim=64, heads=1, dtype="bfloat16", causal=True)
+    (work,) = model.works_of(*prepared(p, tiling=Tiling(192, 128)))
+    assert work.one.tables.shares is not None
+    assert (work.visits.tolist(), work.longest.tolist()) == ([4 / 3], [2])
+    assert work.masked.tolist() == [1]
+    shared, waiting = model.durations(work, Constants(scores=1.0, masked=10.0, visit=1e-6))
+    scores, scaled = work.visit["scores"], work.visit["scores"] + SCALED * work.visit["O"]
+    assert shared.tolist() == pytest.approx([4 / 3 * scaled + 10 * scores])
+    assert waiting.tolist() == pytest.approx([2 * 1e-6 * PAIR / 3 + calibration.SHARES])
+
+
+def test_sms_without_a_work_tile_leave_their_part_of_l2_to_others():
+    whole = Problem(128, head_dim=128, heads=132, kv_heads=132, dtype="bfloat16")
+    times = {}
+    for heads in (132, 99, 12):
+        (work,) = model.works_of(*prepared(replace(whole, heads=heads, kv_heads=heads)))
+        times[heads] = work.visit["L2"], work.own[0]
+    for each in range(2):
+        assert times[99][each] == pytest.approx(0.75 * times[132][each])
+        least = H200.l2_bandwidth / H200.sm_count / (L2_PORT * clock(H200))
+        assert times[12][each] == pytest.approx(least * times[132][each])
+    assert 0 < least < 0.75
 
 
 @pytest.mark.parametrize("kernels", ["hopper", "portable"])
@@ -486,8 +523,9 @@ MASKS = {
 }
 
 
-def test_times_with_a_mask_function_against_an_h100():
-    """As docs/reference/predictions.md says: 0.91 to 1.05 of the measured times."""
+def test_times_with_a_mask_function_against_an_h100(monkeypatch):
+    """As docs/reference/predictions.md says: 0.91 to 1.02 of the measured times."""
+    monkeypatch.setattr(Hopper, "stores_first", lambda *_: False)  # the kernels that were measured
     ratios = []
     for row in recorded("gpu-flex-h100.csv"):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
@@ -501,7 +539,7 @@ def test_times_with_a_mask_function_against_an_h100():
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16
     assert min(ratios) == pytest.approx(0.91, abs=0.005)
-    assert max(ratios) == pytest.approx(1.05, abs=0.005)
+    assert max(ratios) == pytest.approx(1.02, abs=0.005)
 
 
 def test_captured_elements_are_not_padded():

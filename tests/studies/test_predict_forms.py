@@ -14,7 +14,7 @@ from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.engines.protocol import Job
-from flashsim.studies.predict import Constants, predict
+from flashsim.studies.predict import Constants, calibration, predict
 from flashsim.studies.predict.blocks import in_launches
 from flashsim.studies.predict.calibration import CALIBRATED
 
@@ -67,16 +67,18 @@ def test_loading_the_statistics_costs_instructions_that_a_product_saves():
 
 
 def test_l2_keeps_a_part_of_what_just_fits():
-    """Up to two thirds of L2 nothing crosses HBM again; from all of L2 on, everything does."""
-    none = {"forward": Constants(launch=0.0)}
+    """Up to two thirds of L2 nothing crosses HBM again; beyond, a growing part, then all."""
+    none, full = {"forward": Constants(launch=0.0)}, calibration.FORWARD_L2_FULL
     l2_bytes, found = Device.get("H200").l2_bytes, {}
-    for share in (0.6, 0.8, 0.9, 1.1):  # Q, K, V and O have 4 x 128 bytes per row, LSE has 4
+    for share in (0.6, 0.7, 0.8, 1.1):  # Q, K, V and O have 4 x 128 bytes per row, LSE has 4
         p = Problem(round(share * l2_bytes / 516 / 16), head_dim=64, heads=16, dtype="bfloat16")
         (stage,) = predict(p, constants=none).stages
         found[share] = stage.units["HBM"] * Device.get("H200").hbm_bandwidth / (share * l2_bytes)
     assert found[0.6] == 0
-    assert found[0.9] == pytest.approx(0.7 * found[1.1], rel=1e-3)
-    assert found[0.8] == pytest.approx(0.4 * found[1.1], rel=1e-3)
+    for share in (0.7, 0.8):
+        part = (share - 2 / 3) / (full - 2 / 3)
+        assert found[share] == pytest.approx(part * found[1.1], rel=2e-3)
+    assert 0.8 < full < 1.1
 
 
 def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
@@ -99,7 +101,10 @@ def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
 
 
 def test_a_backward_of_one_visit_takes_what_was_measured():
-    """Fourteen passes, 7.5 to 74 us, of another run: docs/notebooks/hopper.md."""
+    """Fourteen passes, 7.5 to 74 us, of another run: docs/notebooks/hopper.md.
+
+    They are means of three calls, to which two events add 2.6 us.
+    """
     row = r"\| (\d+)(, causal)? \| (\d+) \| (\d+) × (\d+) \| \S+ \| \**([\d.]+)\** \|"
     table = (
         page("notebooks/hopper.md").partition("| before | flash2-once |")[2].partition("\n\n")[0]
@@ -112,7 +117,7 @@ def test_a_backward_of_one_visit_takes_what_was_measured():
         )  # fmt: skip
         found = predict(p, direction="backward", algorithm="flash2-once")
         assert [stage.name for stage in found.stages] == ["fused"]
-        errors.append(1e6 * found.seconds / float(us) - 1)
+        errors.append(1e6 * found.seconds / (float(us) - 2.6 / 3) - 1)
     assert len(errors) == 14
     assert np.mean(np.abs(errors)) < 0.06
     assert np.max(np.abs(errors)) < 0.17  # one sequence, d = 128
@@ -145,7 +150,7 @@ def test_the_form_that_runs_is_predicted_and_named(form):
 def test_clusters_of_an_h100_are_those_that_its_driver_runs_at_once():
     """A GPU plans with the driver's numbers; 16 clusters of eight would need a second wave."""
     h100 = Device.get("H100")
-    assert Gpu.like(h100).clusters == ((1, 132), (2, 66), (4, 30), (8, 15))
+    assert Gpu.like(h100).clusters == ((2, 66), (4, 30), (8, 15))
     p = Problem(464, head_dim=128, batch=2, heads=16, kv_heads=2, causal=True, dtype="bfloat16")
 
     def blocks(device):

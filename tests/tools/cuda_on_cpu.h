@@ -57,6 +57,11 @@ inline u32 atomicInc(u32* to, u32 last) {
     *to = old >= last ? 0 : old + 1;
     return old;
 }
+inline u32 atomicCAS(u32* at, u32 old, u32 x) {
+    const u32 was = *at;
+    if (was == old) *at = x;
+    return was;
+}
 inline u32 atomicAdd(u32* to, u32 x) { return *to += x, *to - x; }
 inline float atomicAdd(float* to, float x) { const float old = *to; *to = old + x; return old; }
 inline void __threadfence() {}

@@ -36,6 +36,13 @@ MARKS = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="no NVIDIA GPU")
 ON_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not hoppers(), reason="no Hopper GPU")]
 
 
+def on_any_gpu(test):
+    """Mark one test of a file whose other tests need no GPU, or another one."""
+    for mark in MARKS:
+        test = mark(test)
+    return test
+
+
 #: Arguments with which tests capture CUDA graphs: `torch.cuda.graph(graph, **CAPTURE)`. XLA checks
 #: the state of its streams from another thread. Under torch's default mode, "global", the driver
 #: rejects that check while any thread captures: the capture fails, and so does all later work of

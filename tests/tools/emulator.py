@@ -341,4 +341,6 @@ def run_backward(
         narrow = p.dtype != "float32"
         acc = unwritten(p, p.heads, p.n_q, p.head_dim, "float32") if narrow else arrays["dq"]
         arrays["dq_acc"] = acc
+        # flags of "flash2-fused-first", which the delta kernel sets to 0
+        arrays["turns"] = np.full((p.batch * p.heads, p.n_q, 2), 1, np.uint32)
     return arrays, [emulator.launch(one, arrays) for one in passes]

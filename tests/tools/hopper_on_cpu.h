@@ -35,9 +35,10 @@ template <class... X> void ptx_wgmma_commit_group_sync_aligned(X...) {}
 template <class... X> void ptx_wgmma_wait_group_sync_aligned(X...) {}
 template <class... X> void ptx_setmaxnreg_dec_sync_aligned_u32(X...) {}
 template <class... X> void ptx_setmaxnreg_inc_sync_aligned_u32(X...) {}
+inline void ptx_ld_acquire_gpu_global_u32(u32& x, const u32* at) { x = *at; }
+inline void ptx_st_release_gpu_global_u32(u32* at, u32 x) { *at = x; }
 // Not reached: clusters, additions in order.
 template <class... X> void ptx_mapa_shared_cluster_u32(X&&...) {}
-template <class... X> void ptx_ld_acquire_gpu_global_u32(X&&...) {}
 template <class... X> void ptx_red_release_gpu_global_add_u32(X&&...) {}
 
 template <bool BF16>

@@ -16,7 +16,14 @@ pytestmark = pytest.mark.promise("three counts equal")
 TRANSFERS = ("load", "store", "reduce")
 
 
-def traced(algorithm="flash2", direction="forward", *, tiling=Tiling(32, 48), **options):  # noqa: B008
+def traced(
+    algorithm="flash2",
+    direction="forward",
+    *,
+    tiling=Tiling(32, 48),  # noqa: B008
+    backward_tiling=None,
+    **options,
+):
     shape = {name: options.pop(name) for name in ("batch", "heads", "bias") if name in options}
     shape = {"heads": 4, "kv_heads": 2, "batch": 2, **shape}
     x = tensors(100, 120, 8, dtype=options.pop("dtype", "bfloat16"), **shape)
@@ -24,7 +31,9 @@ def traced(algorithm="flash2", direction="forward", *, tiling=Tiling(32, 48), **
     result = flashsim.run(
         *(x.q, x.k, x.v), bias=x.bias, algorithm=algorithm, tiling=tiling, **options
     )
-    return result.trace if direction == "forward" else result.backward(x.dout, tiling=tiling).trace
+    if direction == "forward":
+        return result.trace
+    return result.backward(x.dout, tiling=backward_tiling or tiling).trace
 
 
 ALL = [(name, way) for name in ALGORITHMS for way in ("forward", "backward")]
@@ -69,6 +78,26 @@ def test_by_tile_adds_up_the_visits(algorithm, direction):
         np.testing.assert_array_equal(trace.by_tile(op, tensor), grid)
         assert trace.by_outer(op, tensor) == trace.bytes(op, tensor) - grid.sum()
     assert trace.by_tile().sum() > 0
+
+
+def test_dq_alone_may_have_taller_tiles():
+    """32 x 48 in the other stages: 7 of 12 visits; 64 x 48: 2 and 3 of 6, of 64 and 36 rows."""
+    tiling = Tiling(32, 48, dq_rows=64)
+    trace = traced("flash2", "backward", backward_tiling=tiling)
+    assert trace.tiling == tiling
+    assert [(s.name, s.schedule.tiling) for s in trace.stages] == [
+        *((name, Tiling(32, 48)) for name in ("delta", "dkdv")),
+        ("dq", Tiling(64, 48)),
+    ]
+    assert trace.diff(trace.predicted()) == {}
+    visits = {s.name: s.schedule.n_visits for s in trace.stages}
+    assert visits == {"delta": 10, "dkdv": 10, "dq": 5}
+    of_dq = {key: n for key, n in trace.transfers.items() if key[0] == "dq"}
+    keys = 8 * (2 * 48 + 2 * 48 + 24) * 8 * 2  # of K; as many of V
+    assert (of_dq["dq", "load", "K"], of_dq["dq", "load", "V"]) == (keys, keys)
+    # other stages have another grid
+    in_dq = sum(of_dq["dq", "load", name] for name in "KV")
+    assert trace.by_outer() == trace.bytes() - trace.by_tile().sum() - in_dq
 
 
 def test_tiles_by_hand():

@@ -48,7 +48,7 @@ OPTIONS = {
 }
 
 
-def traces(options, algorithm="flash2"):
+def traces(options, algorithm="flash2", backward_tiling=TILING):
     """Forward and backward traces of a small run."""
     options = {**options}
     dtype = np.dtype(options.pop("dtype", "float32"))
@@ -57,7 +57,7 @@ def traces(options, algorithm="flash2"):
     if "bias" in options:
         options["bias"] = RNG.standard_normal(options["bias"]).astype(dtype)
     result = flashsim.run(q, k, v, algorithm=algorithm, tiling=TILING, trace=True, **options)
-    return result.trace, result.backward(dout, tiling=TILING).trace
+    return result.trace, result.backward(dout, tiling=backward_tiling).trace
 
 
 @pytest.fixture
@@ -96,6 +96,20 @@ def test_a_trace_comes_back(options, algorithm, path):
         else:
             assert loaded.problem == saved.problem
             assert [s.schedule for s in loaded.stages] == [s.schedule for s in saved.stages]
+
+
+@pytest.mark.parametrize("name", ["packed", "mask"])
+def test_tiles_of_each_stage_come_back(name, path):
+    tiling = Tiling(16, 8, dq_rows=32)
+    _, saved = traces(OPTIONS[name], backward_tiling=tiling)
+    saved.save(path)
+    loaded = Trace.load(path)
+    assert loaded.tiling == saved.tiling == tiling
+    assert loaded.same_events(saved)
+    assert loaded.diff(loaded.predicted()) == {}
+    rewritten(path, header=lambda h: h["stages"][1].update(tiling=[16, 4]))
+    if name == "packed":
+        refused(path, "stage 'dkdv' has 16 x 4 tiles, but others 16 x 8 .dQ: 32 x 8")
 
 
 MARKS = np.arange(70) % 3

@@ -14,10 +14,10 @@ constexpr int WARPGROUPS = FS_WARPGROUPS;
 constexpr int CHUNKS = (D + 63) / 64, CHUNKS_V = (DV + 63) / 64;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr float LN2 = 1.0f / LOG2E;
-// Registers per thread after setmaxnreg. Functions of the score use registers beside a wide O.
-constexpr bool MORE_REGISTERS = WARPGROUPS == 2 && FS_FLEX && DV > 192;
-constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : MORE_REGISTERS ? 24 : 40;
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : MORE_REGISTERS ? 240 : 232;
+// Registers per thread after setmaxnreg. A score function needs some beside the widest O.
+constexpr bool SCORED_WIDE = WARPGROUPS == 2 && FS_SCORE_MOD && DV > 224;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : SCORED_WIDE ? 24 : 40;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : SCORED_WIDE ? 240 : 232;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
 static_assert(64 % FS_PACK == 0 && !(FS_PACK > 1 && (FS_VARLEN || FS_FLEX)), "see packs_heads");

@@ -310,7 +310,7 @@ __device__ inline bool comes_first(u32* piece, u32 flag) {
 }
 __device__ inline void let_others_add(u32* piece) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("st.release.gpu.global.u32 [%0], 2;" :: "l"(piece) : "memory");
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(piece), "r"(2) : "memory");
 }
 #endif
 

@@ -36,7 +36,7 @@ def makespan(
         waves, rest = divmod(items, slots)
         held = [((waves + (slot < rest)) * whole[0], slot, 0) for slot in range(slots)]
     else:
-        held = cost_model.last_items(whole, walks, clump, [0.0] * slots)
+        held = cost_model.last_items(cost_model.Queue(whole, walks, clump), [0.0] * slots)
     on: list[list[tuple[float, float, float]]] = [[] for _ in range(processors)]
     for end, slot, tile in held:
         on[slot % processors].append((end, work[tile], latency[tile]))
@@ -56,7 +56,8 @@ def in_launches(
     """
     free = [0.0] * processors
     for seconds, items, cluster, places in launches:
-        free = cost_model.ends_of_launch([seconds], items, cluster, places, free)
+        queue = cost_model.Queue([seconds], items, items)
+        free = cost_model.ends_of_launch(queue, cluster, places, free)
     return max(free), sum(free) / processors
 
 

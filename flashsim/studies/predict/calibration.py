@@ -141,18 +141,17 @@ HBM_SHARE, LAUNCH = 0.85, 3e-6
 L2_KEEPS = 2 / 3
 #: The bytes of a kernel, divided by L2's size, from which on L2 keeps nothing of the previous
 #: kernel or call. Of 1, 1.25, 1.5 and 2, it fits an H100 best.
-L2_FULL = 1.0
+#: `FORWARD_L2_FULL` is for Hopper's forward, fitted with its other constants.
+L2_FULL, FORWARD_L2_FULL = 1.0, 0.85
 #: The exponent p that combines the time t of tiles and the time h of HBM's bytes: the result is
 #: (t^p + h^p)^(1/p). With p = 1 they would not overlap; with p = infinity they would overlap
 #: completely. `AGAIN` is for kernels that read bytes from HBM again, chosen by looking at six
 #: passes with grouped heads, and for Hopper's backward kernels. `FORWARD` is for Hopper's forward.
 AGAIN, FORWARD = 3, 6
-#: The share of the nominal HBM bandwidth that Hopper's forward reaches.
-FORWARD_SHARE = 0.88
 #: Seconds by which an outer tile of Hopper's forward takes longer if each warpgroup computes only
 #: its own visits (`FS_SHARES`), whose numbers it reads from the schedule's tables. Chosen with two
 #: files of forwards on an H100: docs/data/packed-heads-h100.csv and grouped-times-h100.csv.
-SHARES = 0.2e-6
+SHARES = 0.4e-6
 #: The share of the tensor cores' peak that a library's large matrix product reaches: 783 of 989
 #: TFLOP/s in bfloat16, for 8192 x 8192 x 8192, on the same H200.
 MATRIX_SHARE = 0.79

@@ -41,6 +41,7 @@ from flashsim.studies.predict.units import (
     UNITS,
     Work,
     bytes_again,
+    is_forward_in_cpp,
     once_bytes,
     use_of,
     work_of,
@@ -78,10 +79,10 @@ def predict(
         Score functions cannot be predicted. Mask functions can: they change the tiles that are
         visited, and their evaluation takes no time in this model.
     direction : {"forward", "backward"}
-    algorithm : {"flash2", "flash2-fused", "flash2-fused-first", "flash2-once", "flash-decode", \
-"standard"}
-        "flash2-fused-first" and "flash2-once" exist for Hopper's kernels only. With "standard", do not pass kernels,
-        tiling, constants or heads_in_group.
+    algorithm : str
+        "flash2", "flash2-fused", "flash2-fused-first", "flash2-once", "flash-decode" or "standard".
+        "flash2-fused-first" and "flash2-once" exist for Hopper's kernels only. With "standard", do
+        not pass kernels, tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
         The kernel family; default: the family for the device. "python" means the kernels of
         `backend="numba_cuda"` on a Hopper GPU (backward: ``kernel="tensor"``); it needs numba-cuda.
@@ -214,21 +215,22 @@ def _beside(
     for one in passes:
         c = _constants(one, traffic, constants)
         shared, waiting, grid, places = _blocks(work_of(one, traffic), c)
-        runs.append(((shared + waiting).tolist(), grid, places))
-    (before, its, places), (takes, grid, _) = runs
+        runs.append((cost_model.Queue((shared + waiting).tolist(), *grid), places))
+    (before, places), (queue, _) = runs
     # Some SMs cannot run a cluster; they are free from the beginning.
-    done = cost_model.ends(before, *its, [0.0] * places) + [0.0] * (device.sm_count - places)
-    alone = max(cost_model.ends(takes, *grid, [0.0] * len(done)))
-    gained = alone + max(done) - _held_back(takes, *grid, done)
+    done = cost_model.ends(before, [0.0] * places) + [0.0] * (device.sm_count - places)
+    alone = max(cost_model.ends(queue, [0.0] * len(done)))
+    gained = alone + max(done) - _held_back(queue, done)
     adds = max(0.0, dq.seconds - c.launch - gained)
     return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))
 
 
-def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
+def _held_back(queue: cost_model.Queue, free: Sequence[float]) -> float:
     """Return when a launch ends if each of its thread blocks has a fixed first work tile.
 
     The parameters are those of `cost_model.ends`.
     """
+    takes, walks, clump, _ = queue
     order = [
         item
         for first in range(0, walks, clump)
@@ -236,7 +238,7 @@ def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[fl
         for _ in range(min(clump, walks - first))
     ]
     held = [begin + item for begin, item in zip(sorted(free), order, strict=False)]
-    return max(cost_model.ends(order[len(held) :], 1, 1, held))
+    return max(cost_model.ends(cost_model.Queue(order[len(held) :], 1, 1), held))
 
 
 def _form(
@@ -376,10 +378,13 @@ def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, fl
     once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
     forward = bool(one.kernel.boxes) and one.stage.name == "forward"
     # The constants of the forward in Python were fitted without the first tiles' own time.
-    in_cpp = forward and one.kernel.file.endswith(".cu")
-    share = calibration.FORWARD_SHARE if in_cpp else calibration.HBM_SHARE
+    in_cpp = is_forward_in_cpp(one)
+    _, streamed = calibration.STREAMED[True]
+    hopper_in_cpp = bool(one.kernel.boxes) and one.kernel.file.endswith(".cu")
+    share = streamed if hopper_in_cpp else calibration.HBM_SHARE
+    full = calibration.FORWARD_L2_FULL if in_cpp else calibration.L2_FULL
     hbm, again = (x / (device.hbm_bandwidth * share) for x in (once, again))
-    hbm = hbm * _beyond_l2(once / device.l2_bytes) + again
+    hbm = hbm * _beyond_l2(once / device.l2_bytes, full) + again
     if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
         power = calibration.FORWARD if forward else calibration.AGAIN
         waves = -(-grid[0] * len(work.visits) // (places * work.blocks))
@@ -391,12 +396,12 @@ def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, fl
     return seconds + c.throttle * late + c.launch, last, mean, hbm
 
 
-def _beyond_l2(size: float) -> float:
+def _beyond_l2(size: float, full: float) -> float:
     """Return the share of a kernel's bytes that HBM moves; `size` is the bytes divided by L2's.
 
-    L2 still has the rest from the previous kernel or call.
+    L2 still has the rest from the previous kernel or call. From the size `full` on, it has nothing.
     """
-    keeps, full = calibration.L2_KEEPS, calibration.L2_FULL
+    keeps = calibration.L2_KEEPS
     return min(1.0, max(0.0, (size - keeps) / (full - keeps)))
 
 
@@ -421,8 +426,8 @@ def _blocks(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray, tuple[int
     """
     one, p, blocks = work.one, work.traffic.problem, work.one.kernel.cluster
     if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
-        parts = -(-work.visits // blocks), work.masked / blocks, work.own / blocks
-        work = replace(work, visits=parts[0], masked=parts[1], own=parts[2])
+        visits, own = -(-work.visits // blocks), work.own / blocks
+        work = replace(work, visits=visits, longest=visits, masked=work.masked / blocks, own=own)
     shared, waiting = durations(work, c)
     if blocks > 1:
         width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -487,7 +492,7 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     # L2 also delivers tiles while a block waits.
     a_visit = max(busy, unit["L2"] - latency / work.blocks)
     shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
-    waiting = work.visits * latency + c.item
+    waiting = work.longest * latency + c.item
     if work.one.tables.shares is not None:
         waiting = waiting + calibration.SHARES
     return shared, waiting

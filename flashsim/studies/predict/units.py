@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flashsim.backends.launch.device_tables import Lowered, parts_of
 from flashsim.backends.launch.kernel import padded_dims, row_elements
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.launch_policy import hopper_kernels
-from flashsim.backends.launch_policy.cost_model import effective_visits
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.problem.hardware import Device
@@ -29,6 +29,9 @@ UNITS = ("tensor cores", "exponentials", "CUDA cores", "shared memory", "L2")
 #: cycle.
 LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
 SPECIAL, SHARED_BYTES = 16, 128
+#: Bytes that one SM can receive from L2 per cycle. This number is assumed. If all SMs of an H100
+#: read at once, each receives 37.
+L2_PORT = 64
 #: The number of warpgroups for which the constants state the latency of a visit: while one waits,
 #: the other works. With three warpgroups, two work.
 PAIR = 2
@@ -53,7 +56,10 @@ class Work:
         The launch, and the pass that it belongs to.
     visits, masked : ndarray
         Per outer tile, over all query heads of a group: its visits (pairs of a query tile and a key
-        tile), and those of its visits in which a mask is applied.
+        tile), and those of its visits in which a mask is applied. If each warpgroup computes only
+        its own visits, both are means over the warpgroups.
+    longest : ndarray
+        Per outer tile, the visits of the warpgroup that has the most: it ends last.
     visit : dict of float
         Seconds that one visit takes on each unit of an SM, if the unit does nothing else. The keys
         are `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores"
@@ -72,6 +78,7 @@ class Work:
     traffic: Traffic
     visits: np.ndarray
     masked: np.ndarray
+    longest: np.ndarray
     visit: dict[str, float]
     own: np.ndarray
     blocks: int
@@ -91,6 +98,9 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
     a_lane = 1 / (LANES.get(device.compute_capability, 128) * hertz)
     l2 = device.sm_count / device.l2_bandwidth if device.l2_bandwidth else 0.0
+    if l2 and is_forward_in_cpp(one):  # the SMs that have a work tile share L2's bandwidth
+        working = min(1.0, one.walks * tables.tiles / device.sm_count)
+        l2 = max(working * l2, 1 / (L2_PORT * hertz))
     dims, beyond, loads = padded_dims(p), 0, False
     if one.kernel.boxes and stage.name != "forward":
         taken, beyond = hopper_kernels.product_columns(stage.name, p, tiling, one.kernel.cluster)
@@ -124,9 +134,24 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     if stage.outer == "keys":
         outer = tables.schedule.cols
     rows = np.diff(outer[:, :2])[:, 0][order] / sides[stage.outer == "keys"]
-    counts = effective_visits(tables)[order] * members, tables.masked[order] * members
+    counts = (x[order] * members for x in _visits(tables))
     groups, blocks = tiling.block_q // 64 if turns else PAIR, blocks_per_sm(one, device)
     return Work(one, traffic, *counts, seconds, own * l2 * rows, blocks, groups)
+
+
+def is_forward_in_cpp(one: KernelPass) -> bool:
+    """Whether a launch is Hopper's forward in C++."""
+    hopper = bool(one.kernel.boxes) and one.stage.name == "forward"
+    return hopper and one.kernel.file.endswith(".cu")
+
+
+def _visits(tables: Lowered) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return per outer tile: `visits`, `masked` and `longest` of `Work`, for one query head."""
+    if tables.shares is None:
+        return tables.visits, tables.masked, tables.visits
+    first, full_first, full_stop, stop = np.moveaxis(parts_of(tables).astype(np.int64), 2, 0)
+    visits, full = stop - first, full_stop - full_first
+    return visits.mean(1), (visits - full).mean(1), visits.max(1)
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
