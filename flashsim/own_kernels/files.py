@@ -46,7 +46,7 @@ def _told(path: Path, error: Exception) -> str:
     """Return an error's file name, line number, line of source and message, as text."""
     words = " ".join(str(error).split())[:_WORDS]
     said = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]

@@ -19,8 +19,8 @@ ATOMIC = REDUCE
 #: Bytes per sector: the smallest transfer between L2 and an SM.
 SECTOR = 32
 
-#: In notes on kernels that no GPU can run.
-NO_GPU = "cannot compile"
+#: In notes on kernels that no GPU can run. Older versions of Triton do compile block pointers.
+NO_GPU = "for a GPU, although its interpreter runs it"
 
 #: One load, store or atomic operation of one program.
 ACCESS = np.dtype(

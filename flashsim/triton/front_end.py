@@ -79,7 +79,9 @@ def _refusal(kernel: Any, target: Any, backend: Any, source: Any, options: Any) 
     except CompilationError as error:
         return _told(kernel, error)
     except RuntimeError as error:  # of the verifier, which writes the line to stderr
-        return f"Triton {installed().version} {NO_GPU} {kernel.__name__} for a GPU: {error}"
+        return _sentence(kernel, str(error))
+    except Exception:  # a fault of the front end itself
+        return None
     return None
 
 
@@ -111,7 +113,10 @@ def _told(kernel: Any, error: Any) -> str | None:
     before = next(n for n, line in enumerate(lines) if line.lstrip().startswith("def "))
     number = first + before + getattr(error.node, "lineno", 1) - 1
     line = linecache.getline(kernel.fn.__code__.co_filename, number).strip()
-    return (
-        f"line {number}, `{line}`: Triton {installed().version} {NO_GPU} "
-        f"{kernel.__name__} for a GPU, although its interpreter runs it: {' '.join(text.split())}"
+    return f"line {number}, `{line}`: {_sentence(kernel, text)}"
+
+
+def _sentence(kernel: Any, text: str) -> str:
+    return f"Triton {installed().version} cannot compile {kernel.__name__} {NO_GPU}: " + " ".join(
+        text.split()
     )

@@ -34,6 +34,7 @@ from flashsim.errors import (
     TraceError,
     UnsupportedError,
 )
+from flashsim.own_kernels.answer import answer
 from flashsim.triton import trace, watch
 
 pytestmark = pytest.mark.promise("three counts equal", "bridges equal their library")
@@ -433,10 +434,12 @@ def test_a_kernel_that_only_the_interpreter_runs_is_named(kernel, line, reason):
     """With the line of the launched kernel, also if a helper is wrong."""
     function = getattr(cases, kernel)
     arrays = draw(*[(4, 4)] * len([x for x in function.arg_names if x.endswith("_ptr")]))
-    (note,) = trace(function, (1,), *arrays, 4).record.notes
+    traced = trace(function, (1,), *arrays, 4)
+    (note,) = traced.record.notes
     number = line_of(cases.__file__, line, nth=kernel == "changes_type")
     assert note.startswith(f"line {number}, `{line.strip()}")
     assert re.search(f"cannot compile {kernel} for a GPU.*{reason}", note)
+    assert f"\ncompile  line {number}, " in answer(traced)
 
 
 def test_a_kernel_after_another_compiles():

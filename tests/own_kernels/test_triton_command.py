@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from commands import invoke, ok
+from commands import invoke, ok, refused
 
 from flashsim.triton.driver import standing_in
 
@@ -104,6 +104,13 @@ def test_a_file_with_its_own_reference(tmp_path):
 
     assert "y_ptr right" in done
     assert "loaded twice by every program" in done
+    path.write_text(text + "\n\ndef two(x, y):\n    return x\n")
+    done = " ".join(run(f"{path}:softmax", "--set", "x=32x100", "--reference", "two").split())
+    assert "missing 1 required positional argument: 'y'; two gets a dict of the kernel's" in done
+    said = refused("kernel", f"{path}:softmax", "--set", "x=9000000x9000000")
+    assert "GB of memory" in said
+    path.write_bytes(b"\0")
+    assert f"{path}: SyntaxError" in refused("kernel", f"{path}:softmax")
 
 
 PROGRAM = """

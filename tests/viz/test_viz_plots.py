@@ -699,6 +699,14 @@ def test_l2_curve_ends_at_first_reads_and_marks_devices():
     assert "H100" in {text.get_text() for text in ax.texts}
 
 
+def test_bytes_of_little_more_than_a_decade_have_labels():
+    ax = viz.l2_curve(l2.curves(flashsim.count(Problem(300))))
+    low, high = ax.get_ylim()
+    labels = [low <= at <= high for at in ax.get_yticks()]
+    assert high < 30 * low
+    assert sum(labels) >= 3
+
+
 def test_residuals_are_in_per_cent_of_what_was_measured():
     ax = viz.predicted_against_measured({"a": [(1.1, 1.0), (9.7, 10.0)], "b": [(2.0, 2.0)]})
     lines = {x.get_label(): x for x in ax.lines}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator
 
 from flashsim.counts import bounds, traffic
 from flashsim.errors import OptionError
@@ -80,6 +81,9 @@ def _scales(
     sizes(ax.xaxis)
     ax.minorticks_off()
     style.unit_axis(ax.yaxis)
+    low, high = ax.get_ylim()
+    if high < 30 * low:  # powers of ten alone would leave one label or none
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.grid()
     ax.set(xlabel=x, ylabel=y)
 
