@@ -189,6 +189,10 @@ def judged(name):
             "the forward's mean error is {} % and the worst {} %; backward, they are {} and {}",
         ),
         ("rejudged", "has {} and {} % forward, {} and {} % backward."),
+        (
+            "judged-many-calls",
+            "Forward, the mean error is {} % and the worst {} %; backward, they are {} and {} %.",
+        ),
     ],
 )
 def test_the_page_prints_the_errors_of_later_runs_by_the_model_of_today(name, sentence):
