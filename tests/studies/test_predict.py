@@ -534,9 +534,8 @@ MASKS = {
 }
 
 
-def test_times_with_a_mask_function_against_an_h100(monkeypatch):
+def test_times_with_a_mask_function_against_an_h100():
     """As docs/reference/predictions.md says: 0.91 to 1.02 of the measured times."""
-    monkeypatch.setattr(Hopper, "stores_first", lambda *_: False)  # the kernels that were measured
     ratios = []
     for row in recorded("gpu-flex-h100.csv"):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
