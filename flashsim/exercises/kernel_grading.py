@@ -26,7 +26,6 @@ from flashsim.exercises.kernel_runner import KernelOrder
 from flashsim.exercises.marks import Mark, Marks, Refused, beside, bytes_mark, room_mark
 from flashsim.exercises.runner import plain, run
 from flashsim.own_kernels import KernelTrace
-from flashsim.own_kernels.record import NO_GPU
 from flashsim.own_kernels.record_file import unpacked
 from flashsim.schedule.names import LOAD
 from flashsim.trace.trace import Trace
@@ -217,7 +216,7 @@ def _wrong(exercise: KernelExercise, one: _Run) -> str:
 
 def _safe(runs: Sequence[_Run]) -> Mark:
     name = "safe on a GPU"
-    refused = [note for one in runs for note in one.traced.record.notes if NO_GPU in note]
+    refused = [note for one in runs for note in one.traced.record.refusals]
     if refused:
         return Mark(name, 0, SAFE, "compile", "\n".join([*dict.fromkeys(refused)][:3]))
     unsafe = [x for one in runs for x in one.traced.findings if x.kind in _UNSAFE]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flashsim.counts.questions import in_words
 from flashsim.errors import FlashSimError
 from flashsim.own_kernels.compare import said
-from flashsim.own_kernels.record import NO_GPU, SECTOR
+from flashsim.own_kernels.record import SECTOR
 
 if TYPE_CHECKING:
     from flashsim.own_kernels.kernel_trace import KernelTrace
@@ -40,21 +40,19 @@ def answer(
     head = (
         f"{traced.name}: {in_words(traced.problem)}; {programs:,} programs, {traced.record.source}"
     )
-    notes = {
-        no_gpu: [x for x in traced.record.notes if (NO_GPU in x) == no_gpu]
-        for no_gpu in (False, True)
-    }
+    refusals = traced.record.refusals
+    notes = [note for note in traced.record.notes if note not in refusals]
     unseen = "registers, bank conflicts, the compiler's own reuse, real time"
     blocks = [
         _wrapped("", head),
         _wrapped("results", *_results(traced, note)),
-        _wrapped("compile", *notes[True]),
+        _wrapped("compile", *refusals),
         _bytes(traced),
         *[_wrapped(word, *_findings(traced, word)) for word in _KINDS],
         _wrapped("on chip", *_sram(traced)),
         _wrapped("time", _time(traced)),
         _wrapped("unseen", unseen),
-        [line for text in notes[False] for line in _wrapped("note", text)],
+        [line for text in notes for line in _wrapped("note", text)],
         [line for file in files for line in _wrapped("written", file)],
     ]
     return "\n".join(_fitting(blocks, most))

@@ -19,7 +19,8 @@ ATOMIC = REDUCE
 #: Bytes per sector: the smallest transfer between L2 and an SM.
 SECTOR = 32
 
-#: In notes on kernels that no GPU can run. Older versions of Triton do compile block pointers.
+#: In notes on kernels that no GPU can run. The note on block pointers is none of them, because
+#: older versions of Triton compile these.
 NO_GPU = "for a GPU, although its interpreter runs it"
 
 #: One load, store or atomic operation of one program.
@@ -152,6 +153,11 @@ class KernelRecord:
         """Return the tensor with this name; raise OptionError if no tensor has this name."""
         tensors = {one.name: one for one in self.tensors}
         return tensors[checks.one_of("tensor", name, tensors)]
+
+    @property
+    def refusals(self) -> list[str]:
+        """Return the notes on kernels that no GPU can run."""
+        return [note for note in self.notes if NO_GPU in note]
 
     @property
     def bytes_asked(self) -> np.ndarray:

@@ -285,7 +285,7 @@ def _prepare(
     pack_gqa: bool | None = None,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
     """Return the kernels that `run` would launch for a pass, and the pass's `Traffic`."""
-    if algorithm not in plans.PACKING:
+    if algorithm not in ("flash2", *plans.FUSED, "flash2-once"):
         raise OptionError(
             f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
             "'flash2-fused-first', 'flash2-once', 'flash-decode' or 'standard' as algorithm="
