@@ -45,7 +45,8 @@ def known(given: tuple[Any, ...], q: Any, k: Any, v: Any) -> tuple[_Again | None
             *(given, *map(type, given)),
         )
         return _KNOWN.get(key), key
-    except (AttributeError, TypeError):  # no array; or a value that has no hash
+    # No array; a value that has no hash; or a nested tensor of torch, which has no shape.
+    except (AttributeError, TypeError, RuntimeError):
         return None, None
 
 
