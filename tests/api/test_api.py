@@ -283,8 +283,9 @@ def test_a_result_says_on_which_tiles_it_was_made(x):
     result = run(x, tiling=Tiling(16, 8))
     assert result.tiling == Tiling(16, 8)
     assert result.backward(x.dout, tiling=Tiling(8, 16)).tiling == Tiling(8, 16)
-    chosen = run(x, trace=True)
+    chosen = run(x, trace=True, device="T4")
     assert chosen.tiling == chosen.trace.tiling
+    assert chosen.tiling == flashsim.count(chosen.problem, device="T4").tiling
     assert (grads := chosen.backward(x.dout)).tiling == grads.trace.tiling
 
 

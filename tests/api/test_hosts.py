@@ -99,6 +99,9 @@ def test_rows_that_see_no_key_have_no_gradient():
 
 X = tensors(12, 8, 8)
 R = flashsim.run(X.q, X.k, X.v)
+#: Of a library that flashsim does not know, and without DLPack.
+FIELDS = {"shape": X.dout.shape, "dtype": "torch.float32", "reshape": lambda self, *_: self}
+Opaque = type("Opaque", (), FIELDS)
 GIVEN = {"q": X.q, "k": X.k, "v": X.v, "out": R.out, "lse": R.lse, "dout": X.dout}
 
 
@@ -122,6 +125,7 @@ run(*map(Broken, (X.q, X.k, X.v)))
 run(Traced(), Traced(), Traced())
     -> DTypeError: q is a JAX tracer ... call flashsim.jax.attention
 run(*map(Elsewhere, (X.q, X.k, X.v))) -> DTypeError: q
+R.backward(Opaque()) -> DTypeError: 'simulator' takes arrays in the CPU's memory, but dout is a
 """)
 
 

@@ -424,6 +424,8 @@ def test_a_file_that_was_saved_again_is_read_and_goes_on_as_it_is(tmp_path, bom,
     assert content.count(end) == content.count(b"\n") == 1 + len(whole)
     path.write_bytes(content[:-9])  # a torn line in such a file
     assert flashsim.sweep([64, 128], **axes, path=path).rows == whole
+    of_128 = [row for row in whole if row["n_q"] == 128]
+    assert flashsim.sweep(128, **axes, path=path).rows == of_128  # other rows stay in the file
     assert path.read_bytes() == content
     path.write_bytes(bom)
     assert flashsim.sweep(64, **axes, path=path).rows == flashsim.sweep(64, **axes).rows

@@ -15,6 +15,7 @@ from flashsim.counts.traffic import Traffic
 from flashsim.l2.launch import L2Launch
 from flashsim.schedule import plans
 from flashsim.schedule.head_grouping import clump_size
+from flashsim.studies.predict import predict
 
 pytestmark = pytest.mark.promise("right tiles")
 
@@ -79,6 +80,15 @@ def test_a_clump_fits_and_leaves_the_most_for_the_last(heads, group, n, tiles, l
     assert left_for_last(walks, size) == most
     if walks // step % 8 == 0:
         assert 2 * most >= max(possible)
+
+
+def test_the_last_clump_of_sixteen_short_heads_ends_evenly():
+    """N = 2048: 12 heads, then 4, of 16 tiles left most SMs idle (docs/notebooks/hopper.md)."""
+    p = Problem(2048, head_dim=128, heads=16, dtype="bfloat16", causal=True)
+    how = {"direction": "backward", "algorithm": "flash2-fused"}
+    twelve, all_heads = (predict(p, **how, heads_in_group=x).stages[1] for x in ({"fused": 12}, {}))
+    assert twelve.tail > 0.3 > 0.05 > all_heads.tail
+    assert twelve.seconds > 1.4 * all_heads.seconds
 
 
 @pytest.mark.parametrize("family", [HOPPER, PORTABLE])

@@ -409,7 +409,7 @@ def test_closed_sums_and_extents_are_those_of_the_tables(problem, tiling, dense,
             assert "_edges" not in vars(closed)
 
 
-@pytest.mark.parametrize("n", [2**36, 2**63 - 1])
+@pytest.mark.parametrize("n", [2**31 - 1, 2**31, 2**36, 2**63 - 1])
 def test_any_length_is_counted_with_the_default_tile(n):
     counted = flashsim.count(Problem(n))
     tiles = -(-n // counted.tiling.block_q)

@@ -163,6 +163,7 @@ def test_nothing_fits():
 def test_presets_of_common_kernels(name, d, dense, causal):
     assert Tiling.preset(name, d) == Tiling(*dense)
     assert Tiling.preset(name, d, causal=True) == Tiling(*causal)
+    assert Tiling.preset(name, d - 1) == Tiling(*dense)  # as the next larger width
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

@@ -622,6 +622,7 @@ def test_a_case_runs_with_its_softcap_and_its_widths(monkeypatch):
     monkeypatch.setattr(workload, "run", lambda *x, **more: asked.append(more) or plain(*x, **more))
     (counted,) = workload.run_case(replace(CASES[2], backward=()), counting=True)
     assert asked[0]["softcap"] == 2.5
+    assert Case.from_dict(json.loads(json.dumps(CASES[2].to_dict()))) == CASES[2]
     traffic = counted.predicted(CASES[2])
     assert counted.transfers == traffic.transfers
     assert traffic.bytes(tensor="V") == 2 * traffic.bytes(tensor="K")

@@ -17,6 +17,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -214,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backend = "numba_cuda" if options.python else "cupy" if options.gpu else ""
     end, done, failures = time.monotonic() + options.seconds, 0, 0
     seeds = range(options.first, options.first + options.count)
-    with get_context("spawn").Pool(options.jobs) as pool:
-        for failure in pool.imap_unordered(partial(outcome, backend=backend), seeds):
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for failure in pool.map(partial(outcome, backend=backend), seeds):
             done += 1
             if failure:
                 failures += 1
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if done % 50 == 0:
                 print(f"{done:,} cases so far, {failures} failed", flush=True)
             if time.monotonic() > end:
-                break
+                break  # which cancels the cases that have not begun
     print(f"{done:,} of {options.count:,} cases, {failures} failed", flush=True)
     return int(failures > 0 or done < options.count)
 

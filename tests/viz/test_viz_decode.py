@@ -10,6 +10,7 @@ import flashsim
 from flashsim import Tiling, viz
 from flashsim.errors import UnsupportedError
 from flashsim.trace.steps import Steps
+from flashsim.trace.trace import Trace
 from flashsim.viz.data.diagram import page_edges, part_edges, part_numbers
 from flashsim.viz.film.animation import Film
 
@@ -90,6 +91,9 @@ def test_animation_and_page_show_parts_and_pages(tmp_path):
     assert pane["parts"] == [list(edge) for edge in part_edges(trace.schedule)]
     assert pane["pages"] == page_edges(trace.schedule)
     assert set(pane["notes"]) == set(Steps(trace).notes)
+    trace.save(tmp_path / "t.npz")
+    again = Trace.load(tmp_path / "t.npz")
+    assert (Steps(again).notes, page_edges(again.schedule)) == (Steps(trace).notes, pane["pages"])
     trace.to_perfetto(tmp_path / "t.json")
     assert "combine" in (tmp_path / "t.json").read_text()
 

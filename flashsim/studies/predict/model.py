@@ -41,7 +41,7 @@ from flashsim.studies.predict.units import (
     UNITS,
     Work,
     bytes_again,
-    is_forward_in_cpp,
+    is_hopper_in_cpp,
     once_bytes,
     use_of,
     work_of,
@@ -378,17 +378,17 @@ def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, fl
     once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
     forward = bool(one.kernel.boxes) and one.stage.name == "forward"
     # The constants of the forward in Python were fitted without the first tiles' own time.
-    in_cpp = is_forward_in_cpp(one)
+    in_cpp = is_hopper_in_cpp(one)
+    forward_in_cpp = forward and in_cpp
     _, streamed = calibration.STREAMED[True]
-    hopper_in_cpp = bool(one.kernel.boxes) and one.kernel.file.endswith(".cu")
-    share = streamed if hopper_in_cpp else calibration.HBM_SHARE
-    full = calibration.FORWARD_L2_FULL if in_cpp else calibration.L2_FULL
+    share = streamed if in_cpp else calibration.HBM_SHARE
+    full = calibration.FORWARD_L2_FULL if forward_in_cpp else calibration.L2_FULL
     hbm, again = (x / (device.hbm_bandwidth * share) for x in (once, again))
     hbm = hbm * _beyond_l2(once / device.l2_bytes, full) + again
     if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
         power = calibration.FORWARD if forward else calibration.AGAIN
         waves = -(-grid[0] * len(work.visits) // (places * work.blocks))
-        alone = hbm / waves * _exposed(work) if in_cpp else 0.0
+        alone = hbm / waves * _exposed(work) if forward_in_cpp else 0.0
         seconds = alone + (last**power + (hbm - alone) ** power) ** (1 / power)
     else:
         seconds = max(last, hbm)

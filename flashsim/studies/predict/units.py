@@ -98,7 +98,8 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
     a_lane = 1 / (LANES.get(device.compute_capability, 128) * hertz)
     l2 = device.sm_count / device.l2_bandwidth if device.l2_bandwidth else 0.0
-    if l2 and is_forward_in_cpp(one):  # the SMs that have a work tile share L2's bandwidth
+    if l2 and stage.name == "forward" and is_hopper_in_cpp(one):
+        # The SMs that have a work tile share L2's bandwidth.
         working = min(1.0, one.walks * tables.tiles / device.sm_count)
         l2 = max(working * l2, 1 / (L2_PORT * hertz))
     dims, beyond, loads = padded_dims(p), 0, False
@@ -140,10 +141,9 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     return Work(one, traffic, *counts, seconds, own * l2 * rows, blocks, groups)
 
 
-def is_forward_in_cpp(one: KernelPass) -> bool:
-    """Whether a launch is Hopper's forward in C++."""
-    hopper = bool(one.kernel.boxes) and one.stage.name == "forward"
-    return hopper and one.kernel.file.endswith(".cu")
+def is_hopper_in_cpp(one: KernelPass) -> bool:
+    """Whether a launch is of a Hopper kernel in C++."""
+    return bool(one.kernel.boxes) and one.kernel.file.endswith(".cu")
 
 
 def _visits(tables: Lowered) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
