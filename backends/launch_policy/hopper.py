@@ -240,8 +240,10 @@ class Hopper(Family):
         passes = self.backward_passes(problem, None, gpu, "ascending", "", _FIRST)
         one = next(one for one in passes if one.stage.name == "fused")
         tables, in_step = one.tables, dict(one.kernel.constants)["FS_IN_STEP"]
-        first = tables.index[tables.ptr[:-1]] if tables.spans is None else tables.spans[:, 0]
-        begins = first[tables.visits > 0]
+        used = tables.visits > 0
+        begins = (
+            tables.index[tables.ptr[:-1][used]] if tables.spans is None else tables.spans[used, 0]
+        )
         if in_step or not len(begins) or int(np.bincount(begins).max()) > _TOGETHER:
             return False
         fused, stored = self._times(problem, gpu, "flash2-fused", _FIRST)
