@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from forms import Shape, gpu_of
@@ -180,15 +181,39 @@ def times(lab: Any, shape: Shape, gpu: Gpu) -> dict[str, float]:
     return medians(lab, works, REPETITIONS, CALLS, 2)
 
 
-def judge(path: Path) -> None:
-    """Print how today's rule and the previous one do on a file's times."""
-    gpu, found = gpu_of(path), dict[Shape, dict[str, float]]()
+def read(path: Path) -> tuple[dict[Shape, dict[str, float]], dict[Shape, str]]:
+    """Return a file's times in µs by shape and form, and each shape's previous form."""
+    found: dict[Shape, dict[str, float]] = {}
     before: dict[Shape, str] = {}
     for row in read_table(path):
         fields = (row[name] for name in Shape._fields)
         shape = Shape(*(x == "True" if x in ("True", "False") else int(x) for x in fields))
         found.setdefault(shape, {})[row["form"]] = float(row["us"])
         before[shape] = row["previous"]
+    return found, before
+
+
+def gains_of_first(
+    found: dict[Shape, dict[str, float]], gpu: Gpu
+) -> Iterator[tuple[str, list[float]]]:
+    """Yield kinds of shapes, and for each shape the time of "fused" divided by that of "first"."""
+    groups: dict[str, list[float]] = {
+        "the rule runs this form": [],
+        "not chosen, no mask": [],
+        "not chosen, a mask": [],
+    }
+    for shape, took in found.items():
+        kind = f"not chosen, {'a' if shape.causal else 'no'} mask"
+        if HOPPER.stores_first(shape.problem, gpu):
+            kind = "the rule runs this form" if HOPPER.fuses(shape.problem, gpu) else ""
+        if kind and "first" in took:
+            groups[kind].append(took["fused"] / took["first"])
+    yield from ((kind, gains) for kind, gains in groups.items() if gains)
+
+
+def judge(path: Path) -> None:
+    """Print how today's rule and the previous one do on a file's times."""
+    gpu, (found, before) = gpu_of(path), read(path)
     gains, losses = [], dict[str, list[float]](today=[], previous=[])
     for shape, took in found.items():
         form = today(shape, gpu)
@@ -201,9 +226,14 @@ def judge(path: Path) -> None:
         losses["today"].append(now / best - 1)
         losses["previous"].append(then / best - 1)
         if max(now, then) > 1.01 * best:
-            each = ", ".join(f"{name} {us:.1f}" for name, us in took.items())
-            print(f"{then / now:6.3f} {shape}: {each}; {before[shape]} -> {form}")
-    mean = math.exp(sum(math.log(gain) for gain, _ in gains) / len(gains))
+            times_of = ", ".join(f"{name} {us:.1f}" for name, us in took.items())
+            print(f"{then / now:6.3f} {shape}: {times_of}; {before[shape]} -> {form}")
+    for kind, each in gains_of_first(found, gpu):
+        print(
+            f"first, {kind}: {len(each)} shapes, {geometric_mean(each):.3f} x as fast as fused, "
+            f"{min(each):.3f} to {max(each):.3f}, slower on {sum(x < 1 for x in each)}"
+        )
+    mean = geometric_mean(gain for gain, _ in gains)
     print(f"{len(gains)} shapes: {mean:.3f} x as fast, {min(gains)} to {max(gains)}")
     for rule, loss in losses.items():
         mean, over = sum(loss) / len(loss), sum(x > 0.02 for x in loss)

@@ -134,9 +134,12 @@ def outer(shape: Shape, algorithm: str, family: Any, gpu: Gpu) -> tuple[Tiling, 
 
 def rule(shape: Shape, gpu: Gpu) -> str:
     """Return the algorithm that ``backward(deterministic=False)`` selects."""
-    if HOPPER.stores_dq(shape.problem, gpu, ordered=False):
+    p = shape.problem
+    if HOPPER.stores_dq(p, gpu, ordered=False):
         return "flash2-once"
-    return "flash2-fused" if HOPPER.fuses(shape.problem, gpu) else "flash2"
+    if not HOPPER.fuses(p, gpu):
+        return "flash2"
+    return "flash2-fused-first" if HOPPER.stores_first(p, gpu) else "flash2-fused"
 
 
 def works(

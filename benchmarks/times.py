@@ -177,6 +177,13 @@ class Timed:
     hertz: list[int] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
 
+    def warm_up(self) -> None:
+        """Call the pass once, and note the decisions that its result states."""
+        ran = self.call()
+        if self.kernels != LIBRARY:
+            self.tile = str(ran.tiling)
+            self.packs = self.name == "forward" and ran.split.pack_gqa
+
 
 def by_stage(passes: tuple[Any, ...], launches: Iterable[Any]) -> Iterator[list[Any]]:
     """Yield the launches of each stage of a call; a stage may have several."""
@@ -186,16 +193,22 @@ def by_stage(passes: tuple[Any, ...], launches: Iterable[Any]) -> Iterator[list[
 
 
 class Split:
-    """Records events between the launches of a call, while requested."""
+    """Records events between the launches of a call, while requested.
+
+    No launch is then repeated from the cache of an earlier call, because such launches have no
+    stages.
+    """
 
     def __init__(self, lab: Lab) -> None:
-        from flashsim.backends.cupy_gpu.calls import Plan
+        from flashsim.backends.cupy_gpu.calls import Plan, Repeated
 
-        self.lab, self.events, self.names = lab, [], []
-        self.tile, self.packs, self.at_work, whole = "", False, False, Plan.run
+        self.lab, self.events, self.names, self.at_work = lab, [], [], False
+        whole, again = Plan.run, Repeated.launch
+
+        def repeat(repeated: Any, key: Any, stream: int) -> bool:
+            return not self.at_work and again(repeated, key, stream)
 
         def run(plan: Any, call: Any, trace: Any) -> Any:
-            self.tile, self.packs = str(plan.tiling), plan.split.pack_gqa
             if not self.at_work:
                 return whole(plan, call, trace)
             self.names = [one.stage.name for one in plan.passes]
@@ -206,10 +219,10 @@ class Split:
                 self.events.append(lab.event())
             return None, None
 
-        Plan.run = run  # type: ignore[method-assign]
+        Plan.run, Repeated.launch = run, repeat  # type: ignore[method-assign]
 
     def stages(self, call: Callable[[], Any]) -> dict[str, float]:
-        """Return the seconds of each stage of a call; {} for a forward that repeats a launch."""
+        """Return the seconds of each stage of a call."""
         self.at_work, self.names, self.events = True, [], []
         try:
             self.lab.spin()
@@ -290,14 +303,12 @@ def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: l
     order, shuffled = list(everyone), random.Random(0)
     slowest = 0.0
     for one in everyone:  # warm up, and find how many calls to time at once
-        one.call()
+        one.warm_up()
         lab.spin()
         start = lab.event()
         one.call()
         took = lab.milliseconds(start, lab.event()) / 1e3
         one.calls = calls_at_once(took)
-        if one.kernels != LIBRARY:
-            one.tile, one.packs = split.tile, split.packs
         slowest = max(slowest, took)
     for _ in range(ROUNDS if slowest < 30e-3 else 3):
         shuffled.shuffle(order)

@@ -47,8 +47,7 @@ class Placed:
             return
         head = q, *of_q, k, *of_k, v, *of_v, out, *self._out, *NO_GRADIENTS, lse, *NO_SCRATCH
         call = Call(self._space, head, stream=stream)
-        for one in self._run.launches:
-            one(call, {})
+        self._run.run(call, False)
         self._repeated.note(key, call)
 
 
@@ -136,8 +135,7 @@ class Forward:
             *(of_lse, *NO_SCRATCH),
         )
         call = Call(self._space, head, stream=key[0])
-        for one in self._plan.launches:
-            one(call, {})
+        self._plan.run(call, False)
         if of_q is given[0] and of_k is given[1] and of_v is given[2]:
             self.note(key, call)
 
@@ -199,8 +197,7 @@ class RepeatedBackward:
             places = tuple(n for place, _ in placed for n in place)
             head = plan.head(space, places, lse.data_ptr(), less_at, made)
             call = Call(space, head, stream=stream)
-            for one in plan.launches:
-                one(call, {})
+            plan.run(call, False)
             if all(x is y for (_, x), y in zip(placed, given, strict=True)):
                 again.note(key, call)
         (d, d_v), sizes = self._dims, plan.sizes

@@ -42,9 +42,11 @@ _WIDEST_ONCE = 128
 #: The head_dim up to which a fused kernel stages dQ in shared memory.
 _WIDEST_STAGED = 192
 
-#: How many work tiles of a head may begin at the same row tile of "flash2-fused-first", and the
-#: fraction of the fused backward's predicted time that it must save (`Hopper.stores_first`).
-_FIRST, _TOGETHER, _SAVES = "flash2-fused-first", 3, 0.035
+#: The fused backward in which the first visit of a row tile stores dQ. How many work tiles of a
+#: head may begin at the same row tile, and the fraction of the fused backward's predicted time that
+#: this form must save (`Hopper.stores_first`).
+_FIRST = "flash2-fused-first"
+_TOGETHER, _SAVES = 3, 0.035
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ class Hopper(Family):
             return True  # e.g. cells of 80 rows, for which three passes have no tile
         if widest(problem) > _WIDEST_STAGED:
             return False
-        form = "flash2-fused-first" if self.stores_first(problem, gpu) else "flash2-fused"
+        form = _FIRST if self.stores_first(problem, gpu) else "flash2-fused"
         three, fused = self._times(problem, gpu, "flash2", form)
         return fused < three
 
@@ -238,8 +240,10 @@ class Hopper(Family):
         passes = self.backward_passes(problem, None, gpu, "ascending", "", _FIRST)
         one = next(one for one in passes if one.stage.name == "fused")
         tables, in_step = one.tables, dict(one.kernel.constants)["FS_IN_STEP"]
-        first = tables.index[tables.ptr[:-1]] if tables.spans is None else tables.spans[:, 0]
-        begins = first[tables.visits > 0]
+        used = tables.visits > 0
+        begins = (
+            tables.index[tables.ptr[:-1][used]] if tables.spans is None else tables.spans[used, 0]
+        )
         if in_step or not len(begins) or int(np.bincount(begins).max()) > _TOGETHER:
             return False
         fused, stored = self._times(problem, gpu, "flash2-fused", _FIRST)

@@ -47,7 +47,11 @@ def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
 
 def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estimate:
     """Estimate the cost of replaying passes in a simulated L2; raise if memory is too small."""
-    each = [requests(stage, t.schedule(stage)) for t in passes for stage in t.stages]
+    each = [
+        requests(stage, t.schedule(stage), t.schedule(t.stages[0]))
+        for t in passes
+        for stage in t.stages
+    ]
     nbytes = max(each) * REQUEST_BYTES[at_every_size]
     fits(nbytes, "larger tiles or fewer heads make fewer requests")
     return Estimate(sum(each) * REQUEST, nbytes)

@@ -108,16 +108,6 @@ class TileNumbers:
         names = [*dict.fromkeys(map(captured.lined, used))]
         return cls(r.problem, r.schedule(r.stages[0]), names)
 
-    def rows_of(self, schedule: Schedule) -> np.ndarray:
-        """Return each stage row tile's first row tile of this numbering, int32 (T_r + 1,).
-
-        A stage's row tile may consist of several of them (`Tiling.dq_rows`).
-        """
-        if schedule.t_r == self.schedule.t_r:
-            return np.arange(schedule.t_r + 1, dtype=np.int32)
-        starts = np.append(schedule.rows[:, 0], schedule.n_rows)
-        return np.searchsorted(self.schedule.rows[:, 0], starts).astype(np.int32)
-
     def matrices(self, tensor: tensors.TensorShape) -> int:
         """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
         members = self.schedule.members if tensor.owner == tensors.QUERY else 1
@@ -151,11 +141,22 @@ class TileNumbers:
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
-def requests(stage: plans.Stage, schedule: Schedule, grid_rows: np.ndarray | None = None) -> int:
+def numbered_rows(schedule: Schedule, numbered: Schedule) -> np.ndarray:
+    """Return the first row tile of `numbered` in each of a stage's row tiles, int32 (T_r + 1,).
+
+    A stage's row tile may consist of several row tiles of `numbered` (`Tiling.dq_rows`).
+    """
+    if schedule.t_r == numbered.t_r:
+        return np.arange(schedule.t_r + 1, dtype=np.int32)
+    starts = np.append(schedule.rows[:, 0], schedule.n_rows)
+    return np.searchsorted(numbered.rows[:, 0], starts).astype(np.int32)
+
+
+def requests(stage: plans.Stage, schedule: Schedule, numbered: Schedule) -> int:
     """Return the number of tiles that one kernel requests, summed over all heads.
 
-    Captured arrays count as one request per tile and array access in the function. `grid_rows` is
-    the result of `TileNumbers.rows_of`; None means one row tile of the numbering per row tile.
+    `numbered` is the schedule of `TileNumbers`. Captured arrays count as one request per tile and
+    array access in the function.
     """
     before, each, whole, rest = (
         sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)
@@ -170,14 +171,12 @@ def requests(stage: plans.Stage, schedule: Schedule, grid_rows: np.ndarray | Non
     members = plans.members_of(stage, schedule.problem, schedule.split)
     repeat, _ = plans.heads_of(stage, schedule.problem)
     found = repeat * (outers * before + ends + members * visits * each)
-    if (
-        grid_rows is not None and grid_rows[-1] > schedule.t_r
-    ):  # a row tile of this stage is several requests
+    if numbered.t_r > schedule.t_r:  # a row tile of this stage is several requests
         owns, each = (
             sum(m.transfers and _by_rows(m) for m in moves)
             for moves in ((*stage.before, *stage.after), stage.visit)
         )
-        more = np.diff(grid_rows) - 1
+        more = np.diff(numbered_rows(schedule, numbered)) - 1
         found += repeat * (
             owns * int(more.sum()) + each * int((more * schedule.visit_counts).sum())
         )
@@ -227,13 +226,12 @@ def stream(launch: L2Launch, tiles: TileNumbers, cache: SetCache | None = None) 
     from flashsim.l2.interleave import weave
 
     stage, schedule, model = launch.stage, launch.schedule, launch.model
-    p, grid_rows = schedule.problem, tiles.rows_of(schedule)
-    n = requests(stage, schedule, grid_rows)
+    p, n = schedule.problem, requests(stage, schedule, tiles.schedule)
     if n > MOST_REQUESTS:
         raise _too_many(stage, n)
     touched = captured.Requests(schedule, len(tiles.size))
-    how = {"coarse": bool(grid_rows[-1] > schedule.t_r)}
-    parts = [_requests(tiles, stage, moves, touched, **how) for moves in _moves(stage)]
+    coarse = tiles.schedule.t_r > schedule.t_r
+    parts = [_requests(tiles, stage, moves, touched, coarse=coarse) for moves in _moves(stage)]
     members = plans.members_of(stage, p, schedule.split)
     ptr, inner, masked, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
@@ -258,7 +256,7 @@ def stream(launch: L2Launch, tiles: TileNumbers, cache: SetCache | None = None) 
         *(np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
         *(np.arange(slots), model.sides(slots, launch.device), _pace(slots, launch.device)),
         *(share.jitter, model.seed),
-        *(stage.outer == "keys", grid_rows, ids, codes),
+        *(stage.outer == "keys", numbered_rows(schedule, tiles.schedule), ids, codes),
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), share.turn),
         *(wait, SetCache.empty(*_NO_LINES, shape=(1, 1, 1)) if cache is None else cache),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repository import script
+from repository import page, script
 
 pytestmark = pytest.mark.promise("predictions are judged")
 
@@ -55,3 +55,15 @@ def test_memory_of_less_bandwidth_makes_three_passes_of_what_passes_through_it(f
     assert (forms.HOPPER.fuses(p, h200), forms.HOPPER.fuses(p, h100)) == (True, False)
     slower = dataclasses.replace(h200, hbm_bandwidth=h100.hbm_bandwidth)
     assert not forms.HOPPER.fuses(p, slower)
+
+
+def test_gains_of_storing_first_are_those_of_the_page():
+    """The table of docs/notebooks/hopper.md, "The first visit stores dQ"."""
+    forms = script("dq_tiles")
+    path = Path(forms.__file__).parents[1] / "docs/data/backward-forms-h100.csv"
+    table = page("notebooks/hopper.md").partition("| shapes | number | gain, geometric mean |")[2]
+    for kind, gains in forms.gains_of_first(forms.read(path)[0], forms.gpu_of(path)):
+        mean = np.exp(np.log(gains).mean())
+        slower = sum(x < 1 for x in gains)
+        least, most = (f"{x:.3f}" if x < 1.1 else f"{x:.2f}" for x in (min(gains), max(gains)))
+        assert f"| {kind} | {len(gains)} | {mean:.3f} | {least} | {most} | {slower} |" in table

@@ -1083,6 +1083,12 @@ def test_the_first_visit_stores_dq_where_that_is_faster():
     (one,) = (x for x in passes_of(HOPPER, alternating, "flash2-fused") if x.kernel.boxes)
     assert dict(one.kernel.constants)["FS_IN_STEP"] == 1
     assert not HOPPER.stores_first(alternating, H200)
+    cells = np.tri(16, dtype=bool)
+    cells[:, -1] = False  # the last key tile has no visit
+    for filled, stores in ((cells, True), (cells & False, False)):
+        listed = replace(window, n_q=2048, n_kv=2048, causal=False, window=None)
+        listed = replace(listed, block_mask=BlockMask(filled, 128, 128))
+        assert HOPPER.stores_first(listed, H200) == stores
     with pytest.raises(UnsupportedError, match="needs a head_dim up to 192"):
         passes_of(HOPPER, replace(window, head_dim=256), "flash2-fused-first")
     with pytest.raises(TilingError, match="algorithm='flash2-fused-first'"):

@@ -8,6 +8,7 @@ from l2_cases import small_device, streams
 
 import flashsim
 from flashsim import Device, Problem, Tiling, l2
+from flashsim.api import cost
 from flashsim.l2 import requests
 from flashsim.l2.launch import SIDE, L2Launch
 from flashsim.schedule.names import OPS, TENSORS, TRANSFERS
@@ -49,6 +50,8 @@ def test_requests_add_up_to_the_traffic(problem, algorithm, direction, dq_rows):
             for tensor, nbytes in tiles.by_tensor(per_tile).items():
                 found[part.stage.name, op, tensor] = nbytes
     assert found == traffic.transfers
+    each = sum(len(part.ids) for part in parts)
+    assert cost.replay_cost([traffic]).seconds == pytest.approx(each * cost.REQUEST)
 
 
 @pytest.mark.parametrize("algorithm", ["flash1", "flash2", "flash2-fused"])

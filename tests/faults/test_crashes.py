@@ -117,19 +117,3 @@ def test_on_a_gpu_the_other_tests_go_on(run):
     assert "2 failed, 6 passed" in said, said
     for name in ("test_a.py", "test_c.py"):
         assert f"FAILED {name}::test_crashes - worker 'gw" in said
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the code has probes only before 3.12")
-def test_kept_code_with_probes_is_made_again_when_covered_py_changes(tmp_path, monkeypatch):
-    covered = pytest.importorskip("covered")
-    file, this = tmp_path / "measured.py", tmp_path / "covered.py"
-    file.write_text("a = 1\n")
-    monkeypatch.setattr(covered, "KEPT", tmp_path / "kept")
-    monkeypatch.setattr(covered, "__file__", str(this))
-    seen = []
-    for text in ("# one\n", "# one\n", "# two\n"):
-        this.write_text(text)
-        covered._with_probes(file)
-        (kept,) = covered.KEPT.iterdir()
-        seen.append(kept.stat().st_mtime_ns)
-    assert seen[0] == seen[1] < seen[2]

@@ -8,11 +8,12 @@ import pytest
 from repository import ROOT, page, script
 
 import flashsim
-from flashsim import Problem
+from flashsim import Problem, Tiling
 from flashsim.api.request import Checked
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.engines.protocol import Job
+from flashsim.schedule.split import Split
 
 GPU = Gpu.like(flashsim.Device.get("H200"))
 #: Of these, Hopper's rule takes the three passes.
@@ -124,6 +125,101 @@ def test_all_launches_of_a_stage_are_compiled(times, monkeypatch, in_three):
     every = {x.kernel for one in passes for x in (*one.before, one)}
     assert {kernel.cluster for kernel in every} == {1, 2, 8}
     assert every <= {kernel for _, kernel in found}
+
+
+class Tensor:
+    """What launches read of a tensor; all have one address, as from an allocator."""
+
+    shape = (1, 1, 1, 128)
+
+    def contiguous(self):
+        return self
+
+    def data_ptr(self):
+        return 0
+
+    def stride(self):
+        return (128, 128, 128, 1)
+
+    def element_size(self):
+        return 2
+
+
+@pytest.fixture
+def repeats(monkeypatch):
+    """A function that returns a call which repeats the launches of passes; a list of launches."""
+    pytest.importorskip("cupy")
+    from flashsim.backends.cupy_gpu import calls, direct
+
+    launched = []
+
+    class Launch:
+        needs_counter = False
+
+        def __init__(self, one, device, load):
+            self.one = one
+
+        def __call__(self, call, report):
+            launched.append(self.one.stage.name)
+
+        def fixed(self, call):
+            return lambda: launched.append("again")
+
+    monkeypatch.setattr(calls, "ReadyPass", Launch)
+    for kind, name in ((calls.Plan, "run"), (calls.Repeated, "launch")):  # which `Split` replaces
+        monkeypatch.setattr(kind, name, getattr(kind, name))
+    space = SimpleNamespace(
+        maker=lambda shape, dtype="float32": Tensor,
+        stream=lambda: 7,
+        pointer=lambda array: array.data_ptr(),
+    )
+
+    def repeating(passes, algorithm):
+        plan, x = calls.Plan("hopper", passes, GPU, 0, None, algorithm=algorithm), Tensor()
+        if algorithm == "forward":
+            run, given = direct.Forward(space, plan), (x, x, x)
+        else:
+            run, given = direct.RepeatedBackward(space, (128, 128), plan), (x, x, x, x, x, x)
+        for _ in range(3):
+            run(*given)
+        assert launched[-1] == "again"
+        launched.clear()
+        return lambda: run(*given)
+
+    return repeating, launched
+
+
+def test_stages_of_repeated_launches_are_timed(times, repeats, in_three):
+    """A call that repeats its launches reaches its passes while they are timed, and only then."""
+    p, backward = in_three
+    forward = HOPPER.forward_passes(p, None, GPU, "ascending", "")
+    repeating, launched = repeats
+    now = iter(range(100))
+    lab = SimpleNamespace(
+        spin=lambda: None, event=lambda: next(now), milliseconds=lambda start, end: 1e3
+    )
+    split = times.Split(lab)
+    for passes, algorithm in ((forward, "forward"), (backward, "flash2-fused")):
+        call = repeating(passes, algorithm)
+        names = [one.stage.name for one in passes]
+        assert split.stages(call) == dict.fromkeys(names, 1.0)
+        assert launched == [one.stage.name for one in passes for _ in (*one.before, one)]
+        launched.clear()
+        call()
+        assert set(launched) == {"again"}
+
+
+def test_the_tile_is_that_of_the_result(times):
+    """Not that of another pass that ran before."""
+    results = {
+        "forward": SimpleNamespace(tiling=Tiling(128, 96), split=Split(pack_gqa=True)),
+        "flash2": SimpleNamespace(tiling=Tiling(64, 128, 128)),
+    }
+    everyone = [times.Timed("hopper", name, lambda x=x: x) for name, x in results.items()]
+    for one in everyone:
+        one.warm_up()
+    told = [(one.tile, one.packs) for one in everyone]
+    assert told == [("128 x 96", True), ("64 x 128 (dQ: 128 x 128)", False)]
 
 
 @pytest.mark.parametrize("took", [4e-6, 8e-6, 60e-6, 1e-3])

@@ -293,10 +293,10 @@ __device__ inline void pass_turn(u32* turn) {
 }
 
 #if FS_FIRST
-// The first block to reach a piece of dQ stores it, and no kernel writes zeros. `piece` is 0 before,
-// 1 while that block stores, and 2 afterwards. Other blocks wait for 2 and then add. The first
-// block already has its piece in shared memory, so it never waits for another one. `flag` is the
-// value before the piece was complete: reading it then hides the latency of most visits.
+// The first block to reach a piece of dQ stores it, and no kernel writes zeros. `piece` is 0
+// before, 1 while that block stores, and 2 afterwards. Other blocks wait for 2 and then add. The
+// first block already has its piece in shared memory, so it never waits for another one. `flag` is
+// the value before the piece was complete: reading it then hides the latency of most visits.
 __device__ inline u32 flag_of(const u32* piece) {
     u32 flag;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(flag) : "l"(piece) : "memory");

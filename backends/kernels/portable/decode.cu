@@ -81,7 +81,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
                     return base + row * FS_BYTES;
                 };
                 auto row_of = [](int stride) { return [stride](int r) { return r * stride; }; };
-                k_bytes = stream<KeyRow>(stage.K, from(k, a.k), count, policy, row_of(int(a.k.row)));
+                k_bytes = stream<KeyRow>(stage.K, from(k, a.k), count, policy,
+                                         row_of(int(a.k.row)));
                 v_bytes = stream<ValueRow>(stage.V, from(v, a.v), count, policy,
                                            row_of(int(a.v.row)));
             }
