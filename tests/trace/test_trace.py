@@ -187,6 +187,15 @@ def test_sram_timeline_by_hand():
     }
 
 
+@pytest.mark.parametrize(("algorithm", "direction"), ALL)
+def test_cumulative_ends_at_the_bytes_of_one_walk_of_each_stage(algorithm, direction):
+    trace = traced(algorithm, direction)
+    curve, repeats = trace.cumulative(), {stage.name: stage.repeat for stage in trace.stages}
+    assert curve[0] == 0
+    assert (np.diff(curve) >= 0).all()
+    assert curve[-1] == sum(n // repeats[stage] for (stage, *_), n in trace.transfers.items())
+
+
 def test_cumulative_by_hand():
     """Two visits: Q, K_0, V_0 by the first; K_1, V_1 and the stores by the last."""
     x = tensors(4, 6, 2, heads=1)
