@@ -276,15 +276,17 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-#: `_Attend.apply` without its Python part, which takes as long as a launch. That part binds default
-#: arguments, looks for transforms of torch.func and unwraps tensors that left them.
-_apply: Any = super(torch.autograd.Function, _Attend).apply
 _live = _C._functorch.unwrap_if_dead
 
 
 def _applied(q: Tensor, k: Tensor, v: Tensor, call: Ready, with_lse: bool) -> Any:
-    """Run a checked call with a gradient; no transform of torch.func may be active."""
-    return _apply(_live(q), _live(k), _live(v), call, with_lse)
+    """Run a checked call with a gradient; no transform of torch.func may be active.
+
+    This is `_Attend.apply` without its Python part, which takes as long as a launch. That part
+    binds default arguments, looks for transforms of torch.func and unwraps tensors that left them.
+    """
+    apply: Any = super(torch.autograd.Function, _Attend).apply
+    return apply(_live(q), _live(k), _live(v), call, with_lse)
 
 
 # -- under torch.compile ---------------------------------------------------------------------------
