@@ -103,6 +103,10 @@ def variants() -> Iterator[tuple[str, Variant]]:
             yield name, Variant(kernel, "sm_90", python=False)
 
 
+#: Only Hopper's C++ kernels have this backward; its row-wise kernels are its own.
+FIRST = "flash2-fused-first"
+
+
 def _wanted(family: str, name: str, arch: str, report: str) -> bool:
     if PROBLEMS[name].fp8 != (family == "hopper fp8"):
         return False
@@ -123,7 +127,12 @@ def _kernels(family: Family, p: Problem, gpu: Gpu, report: str) -> Iterator[tupl
     own = isinstance(family, Hopper)  # few tilings; the row-wise kernels are the portable ones
     for direction, algorithm in (
         *(("forward", "flash2"), ("backward", "flash2"), ("backward", "flash2-fused")),
+        ("backward", FIRST),
     ):
+        if algorithm == FIRST and (
+            family is not HOPPER or family.refusal(p, None, gpu, direction, FIRST)
+        ):
+            continue
         if family is HOPPER_FP8 and direction == "backward":
             continue
         if family is launch_policy.HOPPER and family.refusal(p, None, gpu, direction):
@@ -145,7 +154,7 @@ def _kernels(family: Family, p: Problem, gpu: Gpu, report: str) -> Iterator[tupl
             turns = algorithm == "flash2-fused" and family.orders_dq(p)
             for ordered in (False, True)[: 1 + turns]:
                 for one in family.backward_passes(*given, algorithm, ordered):
-                    if one.kernel.boxes or not own:
+                    if one.kernel.boxes or not own or algorithm == FIRST:
                         how = " in turns" if ordered else ""
                         yield f"{algorithm} {one.stage.name} {tiling or ''}{how}", one.kernel
 

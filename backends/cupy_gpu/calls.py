@@ -338,7 +338,7 @@ class Plan:
         self.sizes, self.dtype = NewArrays.of(p), p.dtype
         self.summed = summed_up(self.sizes, p.dtype, algorithm)
         self.ordered = ordered
-        #: Flags of dQ's tiles, two per row: who stores first (kernels/hopper/kv_outer.cuh).
+        #: Flags of dQ's tiles, two per row: who stores first (kernels/hopper/send_dq.cuh).
         self.flags = 2 * self.sizes.rows if algorithm == "flash2-fused-first" else 0
         each = (x for one in passes for x in (*one.before, one))
         self.launches = tuple(ReadyPass(x, device, load) for x in each)

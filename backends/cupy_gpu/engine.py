@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from flashsim.backends import failures
@@ -10,16 +10,14 @@ from flashsim.backends.launch import device_tables
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.decode_plan import ALGORITHM as DECODE
-from flashsim.backends.launch_policy.decode_plan import CLUSTERS
 from flashsim.backends.launch_policy.decode_plan import OPTIONS as DECODING
 from flashsim.backends.launch_policy.family import Family
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 from flashsim.engines.protocol import Job, Outcome, Repeat
-from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError
+from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem import checks
-from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem
 
 #: Options of FP8 inputs: the scales, and V as `quantize` transposes it.
@@ -28,7 +26,6 @@ OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING, *_FP8})
 #: Kernel families by the names of the option `kernel`.
 KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
 ALGORITHMS = ("flash2", "flash2-fused", "flash2-fused-first", "flash2-once")
-OLDEST = (8, 0)
 #: A function that selects a family for a job without arrays: ``(job, gpu, direction)``.
 FamilyOf = Callable[[Job, Gpu, str], Family]
 
@@ -38,6 +35,7 @@ import cupy  # noqa: E402
 
 from flashsim.backends.cupy_gpu import arrays, bias, captured, decode, fp8  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan  # noqa: E402
+from flashsim.backends.cupy_gpu.device import gpu_of, require_gpu  # noqa: E402
 from flashsim.backends.cupy_gpu.direct import (  # noqa: E402
     CupyForward,
     Direct,
@@ -45,7 +43,7 @@ from flashsim.backends.cupy_gpu.direct import (  # noqa: E402
     Placed,
     RepeatedBackward,
 )
-from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa: E402
+from flashsim.backends.cupy_gpu.launching import aside  # noqa: E402
 
 
 def forward(job: Job) -> Outcome:
@@ -404,81 +402,6 @@ def _planned(
         if direction == "backward":
             how = {"algorithm": algorithm, "ordered": ordered and algorithm == "flash2-fused"}
         return Plan(family.name, passes, gpu, space.device, family.load, **how)
-
-
-@cache
-def gpu_of(device: int) -> Gpu:
-    """Return a GPU's properties, or raise `BackendUnavailable` if the GPU is too old."""
-    properties = cupy.cuda.runtime.getDeviceProperties(device)
-    capability = (properties["major"], properties["minor"])
-    name = properties["name"].decode()
-    if capability < OLDEST:
-        raise BackendUnavailable(
-            f"the GPU {name} has compute capability {capability[0]}.{capability[1]}, but the "
-            f"kernels need {OLDEST[0]}.{OLDEST[1]} (Ampere) or later; use backend='simulator' or "
-            "'numba'"
-        )
-    return Gpu(
-        name,
-        capability,
-        properties["sharedMemPerBlockOptin"],
-        properties["l2CacheSize"],
-        properties["clockRate"],
-        properties["multiProcessorCount"],
-        _hbm_bandwidth(device),
-        _clusters(device, capability, properties["sharedMemPerBlockOptin"]),
-    )
-
-
-def _clusters(device: int, capability: tuple[int, int], shared: int) -> tuple[tuple[int, int], ...]:
-    if capability < (9, 0):
-        return ()
-    with failures.Explaining(), cupy.cuda.Device(device), aside():
-        return clusters_at_once(shared, CLUSTERS)
-
-
-def preset() -> Device:
-    """Return the device preset, such as "H100", that describes the current GPU.
-
-    The function raises `BackendUnavailable` without a GPU, and `OptionError` if no preset fits.
-    """
-    require_gpu()
-    runtime = cupy.cuda.runtime
-    found = runtime.getDeviceProperties(runtime.getDevice())
-    return reported(
-        found["name"].decode(),
-        (found["major"], found["minor"]),
-        found["multiProcessorCount"],
-        found["totalGlobalMem"],
-    )
-
-
-def _hbm_bandwidth(device: int) -> float:
-    """Return HBM's bandwidth in bytes per second: bus width times twice the memory clock."""
-    runtime = cupy.cuda.runtime
-    khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device)
-    bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device)
-    return 2e3 * khz * bits / 8 or Gpu.hbm_bandwidth  # 0 if the driver does not report it
-
-
-@cache
-def require_gpu() -> None:
-    """Raise `BackendUnavailable`, with the cause, if CuPy finds no GPU."""
-    try:
-        found = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        version = cupy.cuda.runtime.runtimeGetVersion()
-        cuda = f"{version // 1000}.{version % 1000 // 10}"
-        raise BackendUnavailable(
-            f"CuPy {cupy.__version__} (built for CUDA {cuda}) finds no usable GPU: {error}; "
-            "check nvidia-smi, and that the driver is new enough for this CuPy (flashsim's "
-            "extra, [cuda12] or [cuda13], must match the driver)"
-        ) from None
-    if not found:
-        raise BackendUnavailable(
-            "no NVIDIA GPU is visible; check the variable CUDA_VISIBLE_DEVICES and the output "
-            "of nvidia-smi, or use backend='simulator' or 'numba'"
-        )
 
 
 def _check(job: Job) -> None:

@@ -19,10 +19,11 @@ class Portable(Family):
         """Return the reason why these kernels cannot run this pass, or None if they can."""
         problem, gpu, direction, algorithm = asked[:4]
         if direction == "backward" and algorithm in ("flash2-once", "flash2-fused-first"):
+            widest = 128 if algorithm == "flash2-once" else 192
             return (
                 f"the portable kernels have no algorithm={algorithm!r}, since they accumulate dQ "
-                "in memory that starts at 0; Hopper's have it (float16 and bfloat16); use "
-                "algorithm='flash2-fused' here"
+                "in memory that starts at 0; Hopper's have it (float16 and bfloat16, head_dim up "
+                f"to {widest}); use algorithm='flash2-fused' here"
             )
         what = f"{direction} at head_dim={problem.head_dim}, {problem.dtype}"
         if tiling is None:

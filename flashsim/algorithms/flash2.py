@@ -115,6 +115,15 @@ def backward_fused(machine: Machine) -> None:
     _fused(machine, clears_dq=True)
 
 
+def backward_fused_first(machine: Machine) -> None:
+    """Compute the gradients as `backward_fused` does, but without a pass that sets dQ to 0.
+
+    The first visit of a row tile stores its part of dQ, and later visits add to it. The conversion
+    of dQ writes 0 for a row tile without visits.
+    """
+    _fused(machine, clears_dq=False)
+
+
 def _fused(machine: Machine, *, clears_dq: bool) -> None:
     delta_pass(machine, clears_dq=clears_dq)
     clear_dbias(machine)
@@ -124,15 +133,6 @@ def _fused(machine: Machine, *, clears_dq: bool) -> None:
         _keys_outside(sram, dq="reduce")
     convert(machine, "dQ_acc", "dQ")
     convert(machine, "dBias_acc", "dBias")
-
-
-def backward_fused_first(machine: Machine) -> None:
-    """Compute the gradients as `backward_fused` does, but without a pass that sets dQ to 0.
-
-    The first visit of a row tile stores its part of dQ, and later visits add to it. The conversion
-    of dQ writes 0 for a row tile without visits.
-    """
-    _fused(machine, clears_dq=False)
 
 
 def backward_once(machine: Machine) -> None:

@@ -149,12 +149,16 @@ def run(
         options = with_fields(options, decode, [algorithm])
     again = key = None
     # Values of arrays, and results of functions, may change between calls.
-    if mask is block_mask is mask_mod is score_mod is bias is sinks is None and not options:
+    if (
+        mask is block_mask is mask_mod is score_mod is bias is sinks is None
+        and cu_seqlens_q is cu_seqlens_k is None
+        and nan_policy == "propagate"
+        and not options
+    ):
         plain = causal, window, softcap, scale, algorithm, tiling, device, backend, key_order, trace
-        if cu_seqlens_q is cu_seqlens_k is None and nan_policy == "propagate":
-            again, key = repeats.known(plain, q, k, v)
-            if again is not None and (repeated := again(q, k, v)) is not None:
-                return repeated
+        again, key = repeats.known(plain, q, k, v)
+        if again is not None and (repeated := again(q, k, v)) is not None:
+            return repeated
     request = Request(
         *(causal, window, softcap, scale, mask, block_mask, cu_seqlens_q, cu_seqlens_k),
         *(algorithm, tiling, device, backend, key_order, nan_policy, trace),

@@ -59,7 +59,7 @@ def test_memory_of_less_bandwidth_makes_three_passes_of_what_passes_through_it(f
 
 def test_gains_of_storing_first_are_those_of_the_page():
     """The table of docs/notebooks/hopper.md, "The first visit stores dQ"."""
-    forms = script("dq_tiles")
+    forms = script("backward_forms")
     path = Path(forms.__file__).parents[1] / "docs/data/backward-forms-h100.csv"
     table = page("notebooks/hopper.md").partition("| shapes | number | gain, geometric mean |")[2]
     for kind, gains in forms.gains_of_first(forms.read(path)[0], forms.gpu_of(path)):

@@ -106,7 +106,7 @@ def test_the_page_has_every_named_barrier_with_its_number_and_threads():
         for part in filter(None, map(str.strip, constants.split(","))):
             barrier, _, number = part.partition(" = ")
             last = numbers[barrier] = int(number) if number else last + 1
-        headers = "kv_outer.cuh", "dq_of_keys.cuh", "score_terms.cuh"
+        headers = "kv_outer.cuh", "send_dq.cuh", "dq_of_keys.cuh", "score_terms.cuh"
         used = text + "".join(source(x) for x in headers)
         for barrier, (number, threads) in barriers.items():
             if barrier == "turn":

@@ -1,6 +1,6 @@
 // The two row-wise passes around a backward. `flash_delta` runs before it: delta = rowsum(dO * O),
 // with FS_DLSE minus the LSE's gradient; it also clears the float32 accumulator of dQ, if there is
-// one, or with FS_FIRST only the flags of its pieces (hopper/kv_outer.cuh). `flash_convert` runs
+// one, or with FS_FIRST only the flags of its pieces (hopper/send_dq.cuh). `flash_convert` runs
 // after it. A block owns a row tile of a head. Both start with the last
 // head: L2 then has the first heads when the backward begins with them, and still has dQ of the
 // last heads when the backward is done. No shared memory; every access to whole rows is 16 bytes

@@ -39,9 +39,9 @@ def here() -> str:
         If no preset matches the GPU.
     """
     require_cupy("cupy")
-    from flashsim.backends.cupy_gpu import engine
+    from flashsim.backends.cupy_gpu import device
 
-    return engine.preset().name
+    return device.preset().name
 
 
 @own_errors

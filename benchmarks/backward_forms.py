@@ -1,16 +1,16 @@
 """Measure the forms of the Hopper backward on random shapes, beside the one that the rule takes.
 
-    python benchmarks/dq_tiles.py --seed 1 2 > FILE.csv   # measures; an H100 or H200, CuPy
-    python benchmarks/dq_tiles.py --judge FILE            # what today's rule takes of it; no GPU
+    python benchmarks/backward_forms.py --seed 1 2 > FILE.csv   # measures; an H100 or H200, CuPy
+    python benchmarks/backward_forms.py --judge FILE            # judges the rule; no GPU
 
 Draws shapes from the distribution in `draw`, and times every form that Hopper's kernels have for
 them, interleaved, after a spinning kernel: three passes with 64 or 128 rows in the tiles of dQ's
 own pass, the fused form, and "flash2-fused-first" ("first"). The form "rule" is
 ``backward(deterministic=False)``. `previous` is the form that the rule took before dQ's pass had
 tiles of its own. `--changed` keeps only shapes on which the two rules differ. Shapes with one visit
-per row tile are left out, because "flash2-once" needs no dQ pass. `--judge` prints the geometric
-mean of the previous form's time divided by that of today's rule, and how much longer each takes
-than the fastest form.
+per row tile are left out, because "flash2-once" needs no dQ pass. `--judge` divides
+the previous form's time by the time of the form that the rule chooses now, and prints the geometric
+mean. It also prints how much longer each of the two forms takes than the fastest one.
 """
 
 from __future__ import annotations
