@@ -209,7 +209,7 @@ ALGORITHMS = {
     "flash2": Algorithm("FlashAttention-2", _FLASH2_FORWARD, _FLASH2_BACKWARD, "in three passes"),
     "flash2-fused": Algorithm("FlashAttention-2 fused", _FLASH2_FORWARD, _FUSED_BACKWARD),
     "flash2-fused-first": Algorithm(
-        "FlashAttention-2 fused, first dQ stored", _FLASH2_FORWARD, _FIRST_BACKWARD
+        "FlashAttention-2 fused first", _FLASH2_FORWARD, _FIRST_BACKWARD
     ),
     "flash2-once": Algorithm("FlashAttention-2 in one visit", _FLASH2_FORWARD, _ONCE_BACKWARD),
     "flash-decode": Algorithm("FlashDecoding", _DECODE, ()),

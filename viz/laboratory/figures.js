@@ -277,19 +277,19 @@ function length_figure(r, T, guess) {
   const scaled = (n) => ({
     ...s, ...at, [key]: n, fit: 0, block_q: r.tile.q, block_k: r.tile.k, docs: Math.min(s.docs, n),
   });
-  const names = { standard: 0, flash1: 1, flash2: 2, "flash2-fused": 3, "flash2-once": 4, "flash-decode": 5, "flash2-fused-first": 6 };
-  const shown_too = ["standard", "flash1", "flash2"].filter((name) => name !== s.algorithm &&
+  const colors = { standard: T.cycle[0], flash1: T.cycle[1], flash2: T.cycle[3] };
+  const shown_too = Object.keys(colors).filter((name) => name !== s.algorithm &&
     LAB.algorithms[name].directions.includes(s.direction) && s.algorithm !== "flash2-once");
   const xs = [...new Set([...LENGTHS.filter((n) => both || n >= 64), here])].sort((a, b) => a - b);
   const lines = [...shown_too, s.algorithm].map((name) => ({
-    name: LAB.algorithms[name].title, color: name === "flash2" ? T.cycle[3] : T.cycle[names[name]], main: name === s.algorithm,
+    name: LAB.algorithms[name].title, main: name === s.algorithm,
+    color: name === s.algorithm ? T.accent : colors[name],
     dash: name === s.algorithm ? "" : "5 4",
     points: xs.map((n) => {
       const found = bytes_of({ ...scaled(n), algorithm: name });
       return { x: n, bytes: found ? Number(found.bytes) : 0 };
     }),
   }));
-  lines.at(-1).color = T.accent;
   return curve_figure(T, {
     title: "Bytes against length", lines, axis: both ? "N: queries and keys" : "N: keys", guess,
     mark: { x: here, bytes: Number(r.bytes) }, ticks: [64, 256, 1024, 4096, 16384, 65536, 2 ** 18, 2 ** 20],
