@@ -133,8 +133,13 @@ def rows_of(path):
 
 
 def device_of(row):
-    """Return the preset of the GPU that a row's driver names."""
-    return next(one for one in PRESETS.values() if one.name in row["gpu"])
+    """Return the preset of the GPU that a row's driver names, with the clusters that it reported.
+
+    Older files have no such column.
+    """
+    device = next(one for one in PRESETS.values() if one.name in row["gpu"])
+    pairs = [tuple(map(int, pair.split(":"))) for pair in (row.get("clusters") or "").split()]
+    return replace(device, clusters=tuple(pairs)) if pairs else device
 
 
 #: Times of the Hopper kernels on an H100 on the shapes of `time_shapes`; and on random shapes.

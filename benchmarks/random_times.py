@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from flashsim.report import Table
 from flashsim.studies import verify
 from flashsim.studies.predict import predict
 
-COLUMNS = ("seed", "dtype", *times.COLUMNS)
+COLUMNS = ("seed", "dtype", *times.COLUMNS, "clusters")
 
 
 def drawn(seeds: list[int], count: int, dtype: str) -> list[tuple[int, Problem]]:
@@ -72,7 +73,8 @@ def problem(shape: Any, dtype: str = "bfloat16") -> Problem:
 
 def form(p: Problem) -> str:
     """Return the algorithm that `backward(deterministic=False)` selects for a problem."""
-    how = {"direction": "backward", "deterministic": False, "device": verify.here()}
+    device = replace(flashsim.Device.get(verify.here()), clusters=times.this_gpu().clusters)
+    how = {"direction": "backward", "deterministic": False, "device": device}
     return predict(p, **how).traffic.algorithm
 
 
@@ -82,6 +84,7 @@ def measure(
     """Time the shapes and write a row per pass and stage; start none after the time `until`."""
     lab, _ = open_lab()
     split, clock = times.Split(lab), times.sm_clock()
+    clusters = " ".join(f"{size}:{count}" for size, count in times.this_gpu().clusters)
     with path.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -92,7 +95,7 @@ def measure(
             everyone = list(_passes(lab, p, grouped=grouped))
             times.measure(lab, split, clock, everyone)
             for one in everyone:
-                named = {"seed": seed, "dtype": p.dtype}
+                named = {"seed": seed, "dtype": p.dtype, "clusters": clusters}
                 writer.writerows(named | row for row in times.rows(p, one, lab.name))
             stream.flush()
             everyone.clear()
