@@ -14,6 +14,7 @@ from flashsim.api.dispatch import backend_name
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown, shown
 from flashsim.problem import checks
 from flashsim.torch import direct, ops
+from flashsim.torch.ops import Question
 
 ALGORITHMS = ("flash2", "flash2-fused")
 
@@ -103,22 +104,20 @@ def attention(
         if deterministic is not None:
             deterministic = checks.flag("deterministic", deterministic)
     left, right = (-1, -1) if window is None else window
-    question = causal, left, right, softcap, scale, algorithm, deterministic, backend
+    scores = causal, left, right, softcap, scale
+    question = Question(*scores, algorithm, deterministic, backend)
     if key:
         call = direct.first(key, q, k, v, question)
         return direct.attend(call, q, k, v, with_lse=return_lse)
-    if plain and torch.compiler.is_compiling():
-        out, lse = direct.compiled(_expand(q), _expand(k), _expand(v), question)
-    else:
-        out, lse = ops.through(
-            ops.forward,
-            *map(_expand, (q, k, v)),
-            _expand(given[0]) if given else None,
-            _offsets("cu_seqlens_q", cu_seqlens_q),
-            _offsets("cu_seqlens_k", cu_seqlens_k),
-            sinks,
-            **dict(zip(direct.NAMES, question, strict=True)),
-        )
+    optional = {
+        "bias": _expand(given[0]) if given else None,
+        "cu_seqlens_q": _offsets("cu_seqlens_q", cu_seqlens_q),
+        "cu_seqlens_k": _offsets("cu_seqlens_k", cu_seqlens_k),
+        "sinks": sinks,
+    }
+    more = {name: x for name, x in optional.items() if x is not None}
+    asked = ops.Call.of(question, [*more])
+    out, lse = direct.general(asked, _expand(q), _expand(k), _expand(v), *more.values())
     out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
     return (out, lse) if return_lse else out
 
@@ -261,12 +260,8 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backward pass, and return the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
-        question = ctx.is_causal, -1, -1, 0.0, None, "flash2", None, default_backend(q)
-        gradients = ops.backward(
-            *(x.unsqueeze(1) for x in (*dout, out, lse)),
-            None,
-            *(x.unsqueeze(1) for x in (q, k, v)),
-            *(None, None, None),
-            **dict(zip(direct.NAMES, question, strict=True)),
-        )
-        return (*(x.squeeze(1) for x in gradients[:3]), None)
+        by = default_backend(q)
+        question = Question(ctx.is_causal, -1, -1, 0.0, None, "flash2", None, by)
+        dout, out, lse, *qkv = (x.unsqueeze(1) for x in (*dout, out, lse, q, k, v))
+        found = ops.gradients(ops.Call.of(question), dout, out, lse, None, *qkv)
+        return (*(x.squeeze(1) for x in found), None)

@@ -271,10 +271,6 @@ def test_torchs_transforms():
             x.sum().backward(retain_graph=True)
     with pytest.raises(UnsupportedError, match="make the mapped axis part of the batch"):
         torch.vmap(lambda q: loss(q, scales))(torch.stack([q, q]))
-    with pytest.raises(UnsupportedError, match="make the mapped axis part of the batch"):
-        torch.autograd.grad(
-            flex_attention(q, k, v), q, torch.ones(3, B, H, N, D).double(), is_grads_batched=True
-        )
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])
