@@ -86,7 +86,7 @@ def attention(
         call, key = direct.known(q, k, v, asked)
         if call is not None:
             return direct.attend(call, q, k, v, with_lse=return_lse)
-    q, k, v, *given = taken(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
+    q, k, v, *added = taken(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
     scales.refuse(name_of(q.dtype), "flashsim.torch.attention")
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
@@ -110,14 +110,14 @@ def attention(
         call = direct.first(key, q, k, v, question)
         return direct.attend(call, q, k, v, with_lse=return_lse)
     optional = {
-        "bias": _expand(given[0]) if given else None,
+        "bias": _expand(added[0]) if added else None,
         "cu_seqlens_q": _offsets("cu_seqlens_q", cu_seqlens_q),
         "cu_seqlens_k": _offsets("cu_seqlens_k", cu_seqlens_k),
         "sinks": sinks,
     }
     more = {name: x for name, x in optional.items() if x is not None}
-    asked = ops.Call.of(question, [*more])
-    out, lse = direct.general(asked, _expand(q), _expand(k), _expand(v), *more.values())
+    given = (*map(_expand, (q, k, v)), *more.values())
+    out, lse = direct.general(ops.Call.of(question, [*more]), *given)
     out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
     return (out, lse) if return_lse else out
 

@@ -356,22 +356,18 @@ def folded(
             "torch.vmap cannot map packed sequences, because cu_seqlens already packs a batch "
             "into one sequence; pack the mapped sequences too, or loop over them"
         )
-    size = info.batch_size
+    size, pairs = info.batch_size, [*zip(tensors, dims, strict=True)]
     if "sinks" in said.names:
-        pairs = [*zip(tensors, dims, strict=True)]
-        found = [
-            function(*(x if dim is None else x.select(dim, n) for x, dim in pairs))
-            for n in range(size)
-        ]
+        entries = ([x if d is None else x.select(d, n) for x, d in pairs] for n in range(size))
+        found = [function(*entry) for entry in entries]
         return _all_mapped(map(torch.stack, zip(*found, strict=True)))
-    dense = len(tensors) - len(said.names)
-    given = [x if x is None else _fold(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
-    if not said.names:
-        return _all_mapped(_unfold(x, size) for x in function(*given))
-    bias = _unfold(given.pop(), size)
-    shared, batch = bias.shape[1] == 1, len(given[dense - 3]) // size
-    bias = bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
-    results = [_unfold(x, size) for x in function(*given, bias)]
+    given: list[Any] = [x if x is None else _fold(x, dim, size) for x, dim in pairs]
+    shared = False
+    if said.names:
+        bias, batch = _unfold(given[-1], size), len(given[0]) // size
+        shared = bias.shape[1] == 1
+        given[-1] = bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
+    results = [_unfold(x, size) for x in function(*given)]
     if shared and len(results) > 2:  # the gradient of the bias is the last one
         results[-1] = results[-1].sum(1, keepdim=True)
     return _all_mapped(results)
