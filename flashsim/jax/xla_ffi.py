@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
 import struct
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -270,16 +268,6 @@ def _read(span: int) -> str:
     return ctypes.string_at(*_SPAN.from_address(span)[:]).decode()
 
 
-def _version(api: int) -> tuple[int, int]:
-    """Return the version of jaxlib's FFI, which up to JAX 0.8 only the header file contains."""
-    if api:
-        version = _Api.from_address(api).version
-        return version.major, version.minor
-    text = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
-    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
-    return int(found["MAJOR"]), int(found["MINOR"])
-
-
 #: Registered function pointers, kept alive here because XLA holds no reference to them.
 _REGISTERED: list[Any] = []
 
@@ -302,7 +290,8 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
             extension = _MetadataExtension.from_address(call.extension)
             if extension.kind == _METADATA:
                 told = extension.metadata.contents
-                told.version.major, told.version.minor = _version(call.api)
+                theirs = _Api.from_address(call.api).version
+                told.version.major, told.version.minor = theirs.major, theirs.minor
                 spoken.append(told.version.major)
                 told.traits = 0
                 return None

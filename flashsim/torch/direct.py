@@ -25,7 +25,7 @@ from flashsim.api.arrays import warn_of_overflow
 from flashsim.api.inputs import Request
 from flashsim.api.request import Checked, ask
 from flashsim.torch import ops
-from flashsim.torch.ops import Question, heard, readable
+from flashsim.torch.ops import Options, heard, readable
 
 _C = torch._C
 _AD = torch.autograd.forward_ad
@@ -38,7 +38,7 @@ class Ready:
     result as (batch, n_q, heads, head_dim_v), contiguous.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Options) -> None:
         self.question = question
         run = question.keywords()
         deterministic = run.pop("deterministic")
@@ -148,7 +148,7 @@ _EXACT: dict[tuple[Any, ...], Ready] = {}
 _MOST_EXACT = 256
 
 
-def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
+def ready(q: Tensor, k: Tensor, v: Tensor, question: Options) -> Ready:
     """Return the cached `Ready` for these tensor types; if none is cached, check the call first."""
     key = _key(q, k, v, question)
     return _EXACT.get(key) or _found(key, q, k, v) or first(key, q, k, v, question)
@@ -210,7 +210,7 @@ def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None,
         return None, ()
 
 
-def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
+def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Options) -> Ready:
     """Check a call of `attention`, and cache a `Ready` under the key that `known` returned."""
     call = Ready(q, k, v, question)
     if len(_READY) >= _MOST:
@@ -263,7 +263,7 @@ class _Attend(torch.autograd.Function):
         if eager and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             dq, dk, dv = ctx.call.backward(q, k, v, out, lse, dout, dlse)
         else:  # also for a second derivative, which the operator refuses
-            asked = ops.Call.of(ctx.call.question)
+            asked = ops.OpCall.of(ctx.call.question)
             dq, dk, dv = ops.gradients(asked, dout, out, lse, dlse, q, k, v)
         return dq, dk, dv, None, None
 
@@ -291,7 +291,7 @@ def _attention(
     said = heard(text)
     if said.plain:
         return ready(q, k, v, said.question(softcap, scale)).forward(q, k, v)
-    told = ops.Call(softcap, scale, text).keywords(more)
+    told = ops.OpCall(softcap, scale, text).keywords(more)
     del told["deterministic"]
     return ops.run(q, k, v, **told)
 
@@ -303,7 +303,7 @@ def _backward(*given: Any) -> list[Tensor]:
     if said.plain:
         call = ready(q, k, v, said.question(softcap, scale))
         return [*call.backward(q, k, v, out, lse, dout, dlse)]
-    told = ops.Call(softcap, scale, text).keywords(more)
+    told = ops.OpCall(softcap, scale, text).keywords(more)
     captured = [name for key, name in said.moved.items() if key not in ("bias", "sinks")]
     found = ops.run_backward(*(q, k, v, out, lse, dout), dlse=dlse, captured=captured, **told)
     gradients = {"dbias": found.dbias, "dsinks": found.dsinks, **(found.captured or {})}
@@ -317,7 +317,7 @@ for _name in ("attention", "attention_without_gradient"):
 ops.LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 
 
-class _Eager(ops.Call):
+class _Eager(ops.OpCall):
     """A call whose passes run without torch's dispatcher."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,7 +327,7 @@ class _Eager(ops.Call):
         return _backward(*tensors[:7], [*tensors[7:]], *self)
 
 
-def general(call: ops.Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def general(call: ops.OpCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Run any call of `attention` on 4-D tensors; if nothing observes it, without an operator."""
     if torch.compiler.is_compiling() or not unwatched() or tensors[0].is_meta:
         return ops.attend(call, *tensors)

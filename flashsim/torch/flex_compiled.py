@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 
 from flashsim.functions.symbols import Captured, Symbol
 from flashsim.functions.tracing import trace_mask, trace_score
-from flashsim.torch.ops import Call, Question
+from flashsim.torch.ops import OpCall, Options
 
 _NAME = "flashsim_flex_attention"
 
@@ -70,8 +70,8 @@ class _Compiled(HigherOrderOperator):
         if mask.graph.nodes[mask.graph.root].op != "const":
             functions["mask_mod"] = mask.graph.entry()
             more |= {f"mask_mod.{n}": x for n, x in enumerate(mask.arrays)}
-        question = Question(False, -1, -1, 0.0, scale, "flash2", None, options["backend"])
-        return Call.of(question, [*more], json.dumps(functions)).forward(q, k, v, *more.values())
+        question = Options(False, -1, -1, 0.0, scale, "flash2", None, options["backend"])
+        return OpCall.of(question, [*more], json.dumps(functions)).forward(q, k, v, *more.values())
 
 
 #: Dynamo looks for such an object among a function's globals.

@@ -14,7 +14,7 @@ from flashsim.api.dispatch import backend_name
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown, shown
 from flashsim.problem import checks
 from flashsim.torch import direct, ops
-from flashsim.torch.ops import Question
+from flashsim.torch.ops import Options
 
 ALGORITHMS = ("flash2", "flash2-fused")
 
@@ -105,7 +105,7 @@ def attention(
             deterministic = checks.flag("deterministic", deterministic)
     left, right = (-1, -1) if window is None else window
     scores = causal, left, right, softcap, scale
-    question = Question(*scores, algorithm, deterministic, backend)
+    question = Options(*scores, algorithm, deterministic, backend)
     if key:
         call = direct.first(key, q, k, v, question)
         return direct.attend(call, q, k, v, with_lse=return_lse)
@@ -117,7 +117,7 @@ def attention(
     }
     more = {name: x for name, x in optional.items() if x is not None}
     given = (*map(_expand, (q, k, v)), *more.values())
-    out, lse = direct.general(ops.Call.of(question, [*more]), *given)
+    out, lse = direct.general(ops.OpCall.of(question, [*more]), *given)
     out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
     return (out, lse) if return_lse else out
 
@@ -261,7 +261,7 @@ class FlashAttention(torch.autograd.Function):
         """Run the backward pass, and return the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
         by = default_backend(q)
-        question = Question(ctx.is_causal, -1, -1, 0.0, None, "flash2", None, by)
+        question = Options(ctx.is_causal, -1, -1, 0.0, None, "flash2", None, by)
         dout, out, lse, *qkv = (x.unsqueeze(1) for x in (*dout, out, lse, q, k, v))
-        found = ops.gradients(ops.Call.of(question), dout, out, lse, None, *qkv)
+        found = ops.gradients(ops.OpCall.of(question), dout, out, lse, None, *qkv)
         return (*(x.squeeze(1) for x in found), None)

@@ -35,7 +35,7 @@ LIBRARY.define(
 # -- options --------------------------------------------------------------------------------------
 
 
-class Question(NamedTuple):
+class Options(NamedTuple):
     """The options of an attention call, without the tensors."""
 
     causal: bool
@@ -64,10 +64,10 @@ class Heard(NamedTuple):
     #: Whether q, k and v are the only tensors, without functions.
     plain: bool
 
-    def question(self, softcap: float, scale: float | None) -> Question:
+    def question(self, softcap: float, scale: float | None) -> Options:
         """Return all options of the call."""
         causal, left, right, *rest = self.options
-        return Question(causal, left, right, softcap, scale, *rest)
+        return Options(causal, left, right, softcap, scale, *rest)
 
 
 _WORDS = {"True": True, "False": False, "None": None}
@@ -75,7 +75,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 @lru_cache(maxsize=1024)
 def heard(text: str) -> Heard:
-    """Return what a `Call`'s text says."""
+    """Return what an `OpCall`'s text says."""
     causal, left, right, algorithm, deterministic, by, names, functions = text.split(" ", 7)
     options = _WORDS[causal], int(left), int(right), algorithm, _WORDS[deterministic], by
     asked = json.loads(functions or "{}")
@@ -88,7 +88,7 @@ def heard(text: str) -> Heard:
     return Heard(options, listed, graphs, moved, plain=not (listed or graphs))
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call's arguments after the tensors; the methods run the operators with them."""
 
     softcap: float
@@ -96,14 +96,14 @@ class Call(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, question: Question, names: Sequence[str] = (), functions: str = "") -> Call:
+    def of(cls, question: Options, names: Sequence[str] = (), functions: str = "") -> OpCall:
         """Return the arguments for options, the names of `more`, and JSON of traced functions."""
         causal, left, right, softcap, scale, *rest = question
         words = " ".join(map(str, (causal, left, right, *rest)))
         return cls(softcap, scale, f"{words} {','.join(names)} {functions}")
 
     @property
-    def question(self) -> Question:
+    def question(self) -> Options:
         """Return the call's options."""
         return heard(self.text).question(self.softcap, self.scale)
 
@@ -120,8 +120,8 @@ class Call(NamedTuple):
         for name, graph in said.functions.items():
             arrays = (tensors.pop(f"{name}.{n}").detach() for n in range(len(graph.arrays)))
             told[name] = Traced(graph, tuple(arrays))
-        offsets = {name: x for name, x in tensors.items() if name.startswith("cu_")}
-        return told | {name: readable(x) for name, x in tensors.items()} | offsets
+        offsets = "cu_seqlens_q", "cu_seqlens_k"
+        return told | {n: x if n in offsets else readable(x) for n, x in tensors.items()}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
         """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q)."""
@@ -176,7 +176,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, more: Any, *asked: Any) -> tuple[Te
     Offsets and a compiler's symbolic sizes have no values yet; the operator checks both at run
     time.
     """
-    call = Call(*asked)
+    call = OpCall(*asked)
     said = heard(call.text)
     sized = all(type(n) is int for x in (q, k, v) for n in x.shape)
     if sized and not said.functions and "cu_seqlens_q" not in said.names:
@@ -196,7 +196,7 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("flashsim::attention_backward", lib=LIBRARY)
 def _gradient_shapes(*given: Any) -> list[Tensor]:
     *qkv, more = given[4:8]
-    moved = [x for x, moves in zip(more, Call(*given[8:]).moved, strict=True) if moves]
+    moved = [x for x, moves in zip(more, OpCall(*given[8:]).moved, strict=True) if moves]
     return [x.new_empty(x.shape) for x in (*qkv, *moved)]
 
 
@@ -207,7 +207,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     """Save inputs, out and the LSE (one number per row) for the backward pass."""
     q, k, v, more, *asked = inputs
     ctx.save_for_backward(*output, q, k, v, *more)
-    ctx.call = Call(*asked)
+    ctx.call = OpCall(*asked)
     ctx.set_materialize_grads(False)  # the LSE usually has no gradient, so nothing is read
 
 
@@ -252,15 +252,15 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def attend(call: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the forward pass of a `Call` on 4-D tensors, with support for torch.func."""
+    """Run the forward pass of an `OpCall` on 4-D tensors, with support for torch.func."""
     return Attend.apply(call, *tensors) if transformed() else call.forward(*tensors)
 
 
 def gradients(call: Any, *tensors: Tensor | None) -> Sequence[Tensor]:
-    """Run the backward pass of a `Call`, with support for torch.func; see `Call.backward`."""
+    """Run the backward pass of an `OpCall`, with support for torch.func; see `OpCall.backward`."""
     if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors):
         return _one_by_one(call, tensors)
-    refuses = type(call) is Call or not torch.is_grad_enabled()  # second derivatives, or has none
+    refuses = type(call) is OpCall or not torch.is_grad_enabled()  # second derivatives, or has none
     run = call.backward if refuses and not transformed() else partial(_Gradients.apply, call)
     return run(*tensors)
 
@@ -292,7 +292,7 @@ def transformed() -> bool:
 
 
 class Attend(torch.autograd.Function):
-    """Runs the passes of a `Call`, or of an object with the same methods, as one function."""
+    """Runs the passes of an `OpCall`, or of an object with the same methods, as one function."""
 
     jvp = staticmethod(no_forward_mode)
 
@@ -399,12 +399,12 @@ def _unfold(x: Tensor, size: int) -> Tensor:
 @torch.library.register_vmap("flashsim::attention", lib=LIBRARY)
 @torch.library.register_vmap("flashsim::attention_without_gradient", lib=LIBRARY)
 def _mapped(info: Any, dims: Any, q: Tensor, k: Tensor, v: Tensor, more: Any, *asked: Any) -> Any:
-    call, axes = Call(*asked), [*dims[:3], *(dims[3] or ())]
+    call, axes = OpCall(*asked), [*dims[:3], *(dims[3] or ())]
     return folded(call.forward, heard(call.text), info, axes, (q, k, v, *more))
 
 
 @torch.library.register_vmap("flashsim::attention_backward", lib=LIBRARY)
 def _backward_mapped(info: Any, dims: Any, *given: Any) -> Any:
-    call, axes = Call(*given[8:]), [*dims[:7], *(dims[7] or ())]
+    call, axes = OpCall(*given[8:]), [*dims[:7], *(dims[7] or ())]
     found = folded(call.backward, heard(call.text), info, axes, (*given[:7], *given[7]))
     return tuple(map(list, found))

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as flex
 
 from flashsim.torch.calls import AttentionCall, Extents
 from flashsim.torch.masks import READ, Pattern, added, diagonal, has_values, read
-from flashsim.torch.ops import Call, heard
+from flashsim.torch.ops import OpCall, heard
 
 Arguments = dict[str, Any]
 Reader = Callable[[Arguments], AttentionCall]
@@ -220,7 +220,7 @@ OURS = "flashsim.torch.attention"
 
 def _ours(a: Arguments) -> AttentionCall:
     """Read the operator of `flashsim.torch.attention`, whose tensors are (batch, heads, n, d)."""
-    q, v, call = a["q"], a["v"], Call(a["softcap"], a["scale"], a["text"])
+    q, v, call = a["q"], a["v"], OpCall(a["softcap"], a["scale"], a["text"])
     asked, notes = call.question, list[str]()
     more = dict(zip(heard(call.text).names, a["more"], strict=True))
     bias = more.get("bias")

@@ -188,7 +188,7 @@ def operator(*names, **changes):
     """The operators for a call with these optional tensors."""
     usual = {"causal": True, "window_left": -1, "window_right": -1, "softcap": 0.0, "scale": None}
     last = {"algorithm": "flash2", "deterministic": None, "backend": "simulator"}
-    return ops.Call.of(ops.Question(**usual | last | changes), names)
+    return ops.OpCall.of(ops.Options(**usual | last | changes), names)
 
 
 OPTIONAL = {
