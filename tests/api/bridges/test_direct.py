@@ -12,7 +12,7 @@ from bridge_cases import plain  # noqa: E402
 
 import flashsim  # noqa: E402
 from flashsim.api import dispatch  # noqa: E402
-from flashsim.errors import DTypeError, ShapeError, UnsupportedError  # noqa: E402
+from flashsim.errors import DTypeError, ShapeError  # noqa: E402
 from flashsim.torch import attention, direct, flex_attention  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
@@ -201,13 +201,6 @@ def test_fewer_axes(kept, shape):
         out, lse = attention(q, k, k, return_lse=True)
         assert torch.equal(out, wanted.reshape(shape))
         assert lse.shape == shape[:-1]
-
-
-def test_second_derivatives_are_still_refused(kept):
-    q, k, v = (x.requires_grad_() for x in tensors())
-    (dq,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(UnsupportedError, match="no second derivatives"):
-        torch.autograd.grad(dq.sum(), k)
 
 
 @pytest.mark.parametrize("attend", [attention, flex_attention])
