@@ -509,7 +509,6 @@ def test_two_hundred_runs_give_the_same_bits(n, head_dim, dtype, heads, family, 
     check_bits(p, family)
 
 
-@BOTH
 @pytest.mark.parametrize("head_dim", [64, 128, 160])
 @pytest.mark.parametrize("heads", [8, 256])
 def test_scratch_memory_that_holds_flags_and_dq_of_the_call_before(head_dim, heads):
@@ -525,6 +524,7 @@ def test_scratch_memory_that_holds_flags_and_dq_of_the_call_before(head_dim, hea
         assert float(error) < 2**-7 * float(abs(exact).max())
 
 
+@BOTH
 def test_launches_side_by_side_count_their_own_items(family):
     p = Problem(700, 700, 64, heads=64, batch=4, dtype="float16", causal=True)
     x = cupy_checks.on_gpu(make(p))

@@ -176,7 +176,7 @@ class Emulator:
         becomes visible when the kernel waits for it, as late as possible.
         """
         library, each = self.load(kernel), {id(x): x for x in map(_whole, arrays)}
-        hidden = []
+        copies, hidden = [(x, x.copy()) for x in each.values()], []
         if dict(kernel.constants).get("FS_OVERLAP") and not dict(kernel.constants).get("FS_AFTER"):
             for array, before in self._overwritten:
                 if id(array) in each:
@@ -185,7 +185,6 @@ class Emulator:
                     hidden.append(written)  # lives until it is shown
                     places = (ctypes.c_void_p(x.ctypes.data) for x in (array, written))
                     library.hide(*places, ctypes.c_size_t(array.nbytes))
-        copies = [(x, x.copy()) for x in each.values()]
         library.run.restype = ctypes.c_bool
         ended = library.run(ctypes.c_void_p(record.ctypes.data), *grid, kernel.threads)
         library.show()
