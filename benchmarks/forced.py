@@ -32,9 +32,9 @@ class Forced(Hopper):
     shared: tuple[tuple[int, int], ...] | None = None
     early: bool = False
 
-    def clump(self, walk: Walked) -> int:
+    def clump(self, walk: Walked, cluster: int = 1) -> int:
         """See `Hopper.clump`."""
-        return self.heads_in_group or super().clump(walk)
+        return self.heads_in_group or super().clump(walk, cluster)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """See `Hopper.possible`."""

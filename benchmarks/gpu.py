@@ -238,7 +238,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure a row per named implementation; the file `at_work` names the one that is running.
 
-    After an error, incomplete rows have the status `AGAIN`.
+    After an error, incomplete rows have the status `AGAIN`. With 0 repetitions, each
+    implementation runs once, so that its kernels are compiled; no time is measured.
     """
     lab, why = open_lab()
     if why:
@@ -273,6 +274,8 @@ def measure(
     try:
         for direction, factor in DIRECTIONS.items():
             each(direction, partial(prepare, direction))
+            if not repetitions:
+                continue
             shuffled = random.Random(0)
             for _ in range(WARM_UPS + repetitions):
                 order = shuffled.sample(everyone, len(everyone))

@@ -10,8 +10,9 @@ installed), cuDNN and FlashAttention-2. Prints for each pass the time of the bes
 ours (above 1: ours is faster). For all shapes it prints the fraction at least as fast, the
 geometric mean, the worst, and every shape below 1.00, the worst first. Choose the seed after the
 kernels are written. With `--jobs`, several processes first run each shape once, and so compile all
-kernels at the same time; after that, one process after the other times its shapes. The seconds
-begin with the timing. `--grouped` keeps only the shapes with grouped heads, and also times our
+kernels at the same time; after that, one process after the other times its shapes. Similar shapes
+go to the same process, which then compiles their common kernels once. The seconds begin with the
+timing. `--grouped` keeps only the shapes with grouped heads, and also times our
 forward with packed query heads and without (`pack_gqa=`).
 """
 
@@ -72,6 +73,11 @@ def draw(rng: random.Random) -> Shape:
             return shape
 
 
+def variant(s: Shape) -> tuple[Any, ...]:
+    """Return what decides which kernels a shape runs, to sort similar shapes side by side."""
+    return s.head_dim, s.causal, s.window > 0, s.n_kv > 0, s.heads // (s.kv_heads or s.heads), s.n
+
+
 def ratio(rows: Sequence[dict[str, Any]], direction: str) -> tuple[float, str] | None:
     """Return the best other's time divided by ours, and its name; None if either has no time."""
     times = {r["implementation"]: r[f"{direction}_ms"] for r in rows if r[f"{direction}_ms"] != ""}
@@ -123,16 +129,19 @@ def main() -> None:
         shapes = [draw(rng) for _ in range(options.shapes)]
         drawn += [(seed, shape) for shape in shapes if shape.kv_heads or not options.grouped]
     workers = [Worker() for _ in range(max(options.jobs, 1))]
+    alike = sorted(range(len(drawn)), key=lambda n: variant(drawn[n][1]))
+    homes = {n: workers[rank * len(workers) // len(drawn)] for rank, n in enumerate(alike)}
     everyone = (OURS, *(FORMS if options.grouped else ()), *OTHERS)
 
-    def warm_up(number: int) -> None:
-        for _, shape in drawn[number :: len(workers)]:
-            workers[number].measure(shape, "bfloat16", everyone, 1, False)
+    def warm_up(worker: Worker) -> None:
+        for n in alike:
+            if homes[n] is worker:
+                worker.measure(drawn[n][1], "bfloat16", everyone, 0, False)
 
     began = time.monotonic()
     if options.jobs:
         with ThreadPoolExecutor(len(workers)) as pool:
-            list(pool.map(warm_up, range(len(workers))))
+            list(pool.map(warm_up, workers))
         print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     began = time.monotonic()
     found: dict[tuple[int, str], list[tuple[float, str]]] = {}
@@ -141,8 +150,7 @@ def main() -> None:
             if time.monotonic() - began > options.seconds:
                 print(f"out of time after {n} of {len(drawn)} shapes")
                 break
-            worker = workers[n % len(workers)]
-            rows = worker.measure(shape, "bfloat16", everyone, options.repetitions, False)
+            rows = homes[n].measure(shape, "bfloat16", everyone, options.repetitions, False)
             write(*({"seed": seed} | row for row in rows))
             text = f"{shape!s:<50}"
             for direction in DIRECTIONS:

@@ -155,7 +155,7 @@ def drawn_ratios(name: str = "random-shapes-h100.csv") -> dict[tuple[str, str], 
     return {key: sorted(ratios) for key, ratios in sorted(found.items(), reverse=True)}
 
 
-def drawn() -> str:
+def drawn(name: str = "random-shapes-h100.csv") -> str:
     """Return the table of ratios on shapes drawn at random, per pass and seed."""
     columns = "pass|seed|shapes|at least 1.00|at least 0.98|geometric mean|worst|next"
     rows = [
@@ -165,7 +165,7 @@ def drawn() -> str:
             f"{geometric_mean(ratios):.3f}",
             *(f"{ratio:.3f}" for ratio in ratios[:2]),
         ]
-        for (direction, seed), ratios in drawn_ratios().items()
+        for (direction, seed), ratios in drawn_ratios(name).items()
     ]
     return markdown(columns.split("|"), rows, "pass|seed")
 
@@ -337,6 +337,7 @@ PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("### Grouped query heads on the H100", partial(serving, "gpu-serving-h100.csv")),
         ("### Head dimensions on the H100", partial(widths, "gpu-widths-h100.csv")),
         ("### Shapes drawn at random", drawn),
+        ("### Shapes drawn at random on an H200", partial(drawn, "random-shapes-h200.csv")),
         ("## FP8", fp8),
         ("## FP8", quantisers),
         ("### FP8 on the H100", partial(fp8, "fp8-h100.csv")),

@@ -209,8 +209,11 @@ class Family(ABC):
 
     # -- how work tiles are assigned ------------------------------------------------------------
 
-    def clump(self, walk: Walked) -> int:
-        """Return how many heads form a head group, which run together."""
+    def clump(self, walk: Walked, cluster: int = 1) -> int:
+        """Return how many heads form a head group, which run together.
+
+        `cluster` is the number of blocks that share a work tile.
+        """
         room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
         return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
 
@@ -244,7 +247,8 @@ class Family(ABC):
         walk = Walked(stage, tables, gpu, tiling)
         alone = ordered or report == "timeline"
         launches = ((1, walk.items),) if alone else self.launches(walk)
-        cluster, clump = launches[-1][0], self.clump(walk)
+        cluster = launches[-1][0]
+        clump = self.clump(walk, cluster)
         if report:
             launches = ((cluster, walk.items),)
         # ordered: each addition waits for its turn; once: no visit follows

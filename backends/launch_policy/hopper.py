@@ -296,7 +296,7 @@ class Hopper(Family):
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
-    def clump(self, walk: Walked) -> int:
+    def clump(self, walk: Walked, cluster: int = 1) -> int:
         """Return how many heads form a head group, which run together.
 
         If all work tiles are equally long, a head group is one head, or a GQA group's query heads,
@@ -322,7 +322,12 @@ class Hopper(Family):
         if tables.ranks is None and walk.alike and not shared:
             return group
         size, processors = super().clump(walk), gpu.multiprocessors
-        if _drifts(walk):
+        if cluster > 1:
+            times, adding_up = _item_times(walk)
+            items = times.items(-(-p.group * walk.tables.visits // cluster)) + adding_up
+            if cost_model.sooner_at_once(walk.walks, items, processors // cluster, size):
+                size = walk.walks
+        elif _drifts(walk):
             if self.in_step(walk, 1):
                 size = _whole_rounds(walk.walks, tables.tiles, gpu) or size
             items = _item_times(walk)[0].items(p.group * tables.visits)

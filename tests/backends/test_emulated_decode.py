@@ -86,10 +86,10 @@ def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
     point(record, held)
     for _ in range(runs):
         record["items"] = made.items.ctypes.data
-        machine.run(made.kernel, record, made.grid)
+        machine.run(made.kernel, record, made.grid, held.values())
         if made.merge and len(merges := made.merges):
             record["items"] = merges.ctypes.data
-            machine.run(made.merge, record, made.merge_grid)
+            machine.run(made.merge, record, made.merge_grid, held.values())
         assert not held["arrived"].any(), "counters are back at 0"
     if reports is not None:
         items = held["item_counts"].reshape(-1, made.row_tiles, decode_plan.SLOTS)

@@ -547,6 +547,27 @@ def test_head_groups_that_end_sooner():
     assert together(3, items, 2, 1, share=0.06, drift=2) == 1  # 0.18 of L2, three waves, twice
 
 
+def test_heads_whose_work_tiles_clusters_share_run_together():
+    """If that ends sooner: three heads of 55 work tiles, which 66 pairs of blocks share."""
+    p = Problem(6983, 6983, 128, heads=24, kv_heads=3, dtype="bfloat16", causal=True)
+    one = passes_of(HOPPER, p, "flash2-fused", tiling=Tiling(64, 128))[1]
+    assert (one.kernel.cluster, one.grid) == (2, (330,))
+    visits = sorted(one.tables.visits, reverse=True)
+
+    def end(clump):
+        """Return when the last pair ends, in visits; the first free pair takes the next tile."""
+        free = [0] * 66
+        for first in range(0, 3, clump):
+            for n in visits:
+                for _ in range(min(clump, 3 - first)):
+                    free[0] += n
+                    free.sort()
+        return max(free)
+
+    assert end(1) > 1.2 * end(3)
+    assert one.clump == 3
+
+
 def test_blocks_that_are_busy_at_once():
     """By hand: of four row tiles each; causal, with 1 to 4 visits."""
     p = Problem(512, 512, 64, batch=3, heads=4, kv_heads=2, dtype="float16")

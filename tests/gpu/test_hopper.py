@@ -509,6 +509,21 @@ def test_two_hundred_runs_give_the_same_bits(n, head_dim, dtype, heads, family, 
     check_bits(p, family)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 160])
+@pytest.mark.parametrize("heads", [8, 256])
+def test_scratch_memory_that_holds_flags_and_dq_of_the_call_before(head_dim, heads):
+    """Powers of two scale dQ exactly, but for the order of its sums."""
+    problem = Problem(245, 245, head_dim, heads=heads, dtype="float16", causal=True)
+    x = cupy_checks.on_gpu(make(problem))
+    result = run(problem, x, HOPPER)
+    exact = gradients(result, x["dout"], True).dq.astype("float32")
+    factors = [2.0 ** (n % 6) for n in range(48)]
+    found = [gradients(result, x["dout"] * f, cupy_checks.FIRST).dq for f in factors]
+    for factor, dq in zip(factors, found, strict=True):
+        error = abs(dq.astype("float32") / factor - exact).max()
+        assert float(error) < 2**-7 * float(abs(exact).max())
+
+
 @BOTH
 def test_launches_side_by_side_count_their_own_items(family):
     p = Problem(700, 700, 64, heads=64, batch=4, dtype="float16", causal=True)

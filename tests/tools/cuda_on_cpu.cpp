@@ -111,6 +111,22 @@ struct Block {  // of a cluster: what the names above stand for while it has its
 std::vector<Block*> blocks;  // of the cluster
 unsigned whose;              // turn it is
 
+// What the previous launch wrote. On a GPU, it may become visible as late as at the kernel's wait.
+// So it does here, once no thread makes progress without it.
+struct Hidden {
+    void* to;
+    const void* written;
+    size_t bytes;
+};
+std::vector<Hidden> hidden;
+extern "C" void hide(void* to, const void* written, size_t bytes) {
+    hidden.push_back({to, written, bytes});
+}
+extern "C" void show() {
+    for (const Hidden& h : hidden) memcpy(h.to, h.written, h.bytes);
+    hidden.clear();
+}
+
 bool run_cluster(bool backwards) {  // false: threads wait for each other in vain
     cluster = {int(blocks.size() * blocks[0]->its_threads.size())};
     for (unsigned left = 1, round = 0; left; ++round) {
@@ -133,7 +149,9 @@ bool run_cluster(bool backwards) {  // false: threads wait for each other in vai
             for (const Thread& t : threads) left += !t.done;
             blocks[whose]->turn();
         }
-        if (progress == before) return false;
+        if (progress != before) continue;
+        if (hidden.empty()) return false;
+        show();
     }
     return true;
 }
@@ -205,7 +223,9 @@ bool __any_sync(u32, bool x) {
     return any;
 }
 
-void ptx_griddepcontrol_wait() {}
+void ptx_griddepcontrol_wait() {
+    while (!hidden.empty()) yield();
+}
 void ptx_griddepcontrol_launch_dependents() {}
 void ptx_barrier_cluster_arrive_release_aligned() {
     threads[threadIdx.x].cluster = cluster.held;

@@ -87,6 +87,7 @@ bool __any_sync(u32, bool x);
 inline u32 __cvta_generic_to_shared(const void* p) {
     return u32(static_cast<const char*>(p) - shared);
 }
+void yield();  // lets other threads run
 void ptx_griddepcontrol_wait();
 void ptx_griddepcontrol_launch_dependents();
 void ptx_barrier_cluster_arrive_release_aligned();

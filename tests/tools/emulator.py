@@ -133,6 +133,7 @@ class Emulator:
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
+        self._overwritten: list[tuple[np.ndarray, np.ndarray]] = []
 
     def source(self, file: str) -> str:
         """Return the source of a kernel's file."""
@@ -162,11 +163,32 @@ class Emulator:
             }}\n"""
         return built(source, tuple(defines))
 
-    def run(self, kernel: Kernel, record: np.ndarray, grid: tuple[int, int]) -> None:
-        """Launch a kernel with an argument of its struct's type."""
-        run = self.load(kernel).run
-        run.restype = ctypes.c_bool
-        ended = run(ctypes.c_void_p(record.ctypes.data), *grid, kernel.threads)
+    def run(
+        self,
+        kernel: Kernel,
+        record: np.ndarray,
+        grid: tuple[int, int],
+        arrays: Iterable[np.ndarray] = (),
+    ) -> None:
+        """Launch a kernel with an argument of its struct's type, and the arrays that it may write.
+
+        If the kernel may begin before the previous one ends, what that one wrote to these arrays
+        becomes visible when the kernel waits for it, as late as possible.
+        """
+        library, each = self.load(kernel), {id(x): x for x in map(_whole, arrays)}
+        copies, hidden = [(x, x.copy()) for x in each.values()], []
+        if dict(kernel.constants).get("FS_OVERLAP") and not dict(kernel.constants).get("FS_AFTER"):
+            for array, before in self._overwritten:
+                if id(array) in each:
+                    written = array.copy()
+                    array[...] = before
+                    hidden.append(written)  # lives until it is shown
+                    places = (ctypes.c_void_p(x.ctypes.data) for x in (array, written))
+                    library.hide(*places, ctypes.c_size_t(array.nbytes))
+        library.run.restype = ctypes.c_bool
+        ended = library.run(ctypes.c_void_p(record.ctypes.data), *grid, kernel.threads)
+        library.show()
+        self._overwritten = [(x, old) for x, old in copies if x.tobytes() != old.tobytes()]
         assert ended, f"{kernel.name}: threads wait for each other in vain"
 
     def launch(self, one: KernelPass, arrays: dict[str, np.ndarray]) -> StageTrace | None:
@@ -198,10 +220,18 @@ class Emulator:
             record[name] = values[name] if name in values else getattr(p, name)
         if one.kernel.boxes:
             record = _with_maps(one, arrays, record)
-        self.run(one.kernel, record, (*one.grid, 1)[:2])
+        written = (x for name, x in arrays.items() if x is not None and not of_functions(name))
+        self.run(one.kernel, record, (*one.grid, 1)[:2], written)
         if not dict(one.kernel.constants)["FS_TRACE"]:
             return None
         return counts.stage_trace(one.stage, tables.schedule, *reversed(reports.values()))
+
+
+def _whole(array: np.ndarray) -> np.ndarray:
+    """Return the array that owns a view's memory."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def fill_in(

@@ -35,7 +35,15 @@ template <class... X> void ptx_wgmma_commit_group_sync_aligned(X...) {}
 template <class... X> void ptx_wgmma_wait_group_sync_aligned(X...) {}
 template <class... X> void ptx_setmaxnreg_dec_sync_aligned_u32(X...) {}
 template <class... X> void ptx_setmaxnreg_inc_sync_aligned_u32(X...) {}
-inline void ptx_ld_acquire_gpu_global_u32(u32& x, const u32* at) { x = *at; }
+// A thread that reads the same value again and again lets others run.
+inline void ptx_ld_acquire_gpu_global_u32(u32& to, const u32* at) {
+    static u32 x;
+    static const u32* last;
+    static int again;
+    if (at != last || x != *at) again = 0;
+    if (++again > 1000) again = 0, yield();
+    last = at, to = x = *at;
+}
 inline void ptx_st_release_gpu_global_u32(u32* at, u32 x) { *at = x; }
 // Not reached: clusters, additions in order.
 template <class... X> void ptx_mapa_shared_cluster_u32(X&&...) {}

@@ -60,6 +60,9 @@ __device__ __forceinline__ void stage_columns(float (*boxes)[DQ_ROWS * 32], cons
 __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
     const bool leads = threadIdx.x % 32 == 0;
     Ring slot;
+    // The delta kernel clears the flags, and a flag is read before the piece is complete, which
+    // depends on delta.
+    if (FS_FIRST && !FS_AFTER) wait_for_what_ran_before();
     named_arrive(DQ_FREE + g, 160);
     while (true) {
         const Item it = s.items.read(slot);
