@@ -192,11 +192,6 @@ def _found(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Ready | Non
     return call
 
 
-def without_tangents() -> bool:
-    """Return True if no level of torch's forward mode is active."""
-    return _AD._current_level < 0
-
-
 def unwatched() -> bool:
     """Return True if no mode, transform or tracer of torch observes operators.
 
@@ -205,7 +200,7 @@ def unwatched() -> bool:
     return not (
         _C._len_torch_dispatch_stack()
         or _C._are_functorch_transforms_active()
-        or not without_tangents()
+        or _AD._current_level >= 0
         or _C._get_tracing_state() is not None
     )
 

@@ -109,8 +109,10 @@ def test_the_layers_of_a_step(heads, d):
     """Each has new numbers at new addresses; also in another stream, and in a CUDA graph."""
     (h, g), asked = heads, (True, None, 0.0, None, "flash2", None, None)
     for n in (1000, 1001, 5000):
-        of = lambda: [torch.randn(1, x, m, d, device="cuda", dtype=HALF)  # noqa: E731
-                      for x, m in ((h, 1), (g, n), (g, n))]  # fmt: skip
+        shapes = (1, h, 1, d), (1, g, n, d), (1, g, n, d)
+        of = functools.partial(
+            lambda *s: [torch.randn(x, device="cuda").to(HALF) for x in s], *shapes
+        )
         attention(*of(), causal=True)
         layers, side = Layers(), torch.cuda.Stream()
         for step in range(6):
