@@ -35,7 +35,8 @@ class Ready:
     """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`.
 
     `output(q, k, v)` is the forward pass without the LSE, and `by_token(q, k, v)` returns its
-    result as (batch, n_q, heads, head_dim_v), contiguous.
+    result as (batch, n_q, heads, head_dim_v), contiguous. `repeated(q, k, v)` returns `by_token`
+    for tensors that differ from these only in their addresses.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Options) -> None:
@@ -45,10 +46,12 @@ class Ready:
         self.forward: Any = partial(ops.run, **run)
         self.output: Any = self._output
         self.by_token: Any = self._by_token
+        self.repeated: Any = lambda q, k, v: self.by_token
         self.backward: Any = partial(_gradients, deterministic=deterministic, **run)
         if _few(q, k, v) and run["backend"] == "cupy":
             self.forward = decoder = _decoder(q, k, v, Request(**run))
             self.output, self.by_token = decoder.output, decoder.by_token
+            self.repeated = decoder.repeated
             return
         asked, job = ask(Request(**run), *map(readable, (q, k, v)))
         if asked.empty or asked.ndim != 4:

@@ -122,19 +122,6 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> Tensor | None:
-    """Return the output of a call that was checked before, or None if it must be checked.
-
-    The output is (batch, n_q, heads, head_dim_v) and contiguous. `asked` has the arguments causal,
-    window, softcap, scale, algorithm, deterministic and backend of `attention`. A layer of a model
-    thus saves Python's handling of keywords and, with few queries, a copy.
-    """
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        return None
-    call, _ = direct.known(q, k, v, asked)
-    return None if call is None else direct.by_token(call, q, k, v)
-
-
 def taken(**tensors: Any) -> list[Tensor]:
     """Check that tensors are dense, 2-D to 4-D and on one device; return the autocast tensors."""
     for name, x in tensors.items():
