@@ -90,21 +90,27 @@ def errors_table(found):
 
 def left_out(everything, jobs):
     """Return the constants of Hopper's kernels by seed, each fitted without that seed's shapes."""
-    names = [name for family, name in predict_fit.FREE if family == "hopper"]
     with ProcessPoolExecutor(jobs) as pool:
-        fits = [*pool.map(partial(_left_out, everything), names)]
-    seeds = dict.fromkeys(one.seed for one in everything if one.seed)
-    ships = CALIBRATED["hopper"]
-    return {
-        seed: ships | {n: x[seed] for n, x in zip(names, fits, strict=True) if seed in x}
-        for seed in seeds
-    }
+        fits = [*pool.map(partial(_left_out, everything), predict_fit.groups("hopper"))]
+    found = {one.seed: dict(CALIBRATED["hopper"]) for one in everything if one.seed}
+    for fit in fits:
+        for seed, constants in fit.items():
+            found[seed] |= constants
+    return found
 
 
-def _left_out(everything, name):
-    those = predict_fit.points(everything, "hopper", name)
-    ships = CALIBRATED["hopper"][name]
-    return predict_fit.left_out(those, predict_fit.FREE["hopper", name], ships) if those else {}
+def _left_out(everything, names):
+    those = predict_fit.points(everything, "hopper", names)
+    return predict_fit.Search("hopper", names, those).left_out() if those else {}
+
+
+def _fitted(used, key):
+    kernels, names = key
+    best = CALIBRATED[kernels]
+    those = predict_fit.points(used, kernels, names)
+    if those:  # without measured times, the shipped constants stay
+        best = predict_fit.Search(kernels, names, those).fit()
+    return [predict_fit.as_line(kernels, name, best[name]) for name in names]
 
 
 def left_out_table(everything, jobs, worst=0):
@@ -297,14 +303,12 @@ def main():
     if chosen.fit:
         used = predict_times.fitted()
         print("STREAMED", predict_fit.fit_streams(used))
-        for kernels in chosen.kernels.split(","):
-            for (family, name), free in predict_fit.FREE.items():
-                if family == kernels:
-                    best = CALIBRATED[kernels][name]
-                    those = predict_fit.points(used, kernels, name)
-                    if those:  # without measured times, the shipped constants stay
-                        best = predict_fit.fit(those, free, ships=best)
-                    print(predict_fit.as_line(kernels, name, best), flush=True)
+        print("FIRST", predict_fit.fit_first(used))
+        families = chosen.kernels.split(",")
+        every = [(kernels, names) for kernels in families for names in predict_fit.groups(kernels)]
+        with ProcessPoolExecutor(chosen.jobs) as pool:
+            for lines in pool.map(partial(_fitted, used), every):
+                print(*lines, sep="\n", flush=True)
         return
     found = errors(compared)
     print(errors_table(found).text(width=120))

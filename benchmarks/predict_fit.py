@@ -5,19 +5,24 @@ The fit uses only the stages of the shapes in `time_shapes.CALIBRATION`, and ran
 
 import csv
 import io
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from predict_times import PASSES, as_it_ran
 
-from flashsim.studies.predict import Constants, model
+from flashsim import Problem
+from flashsim.studies.predict import Constants, calibration, model, predict
+from flashsim.studies.predict.calibration import CALIBRATED
 from flashsim.studies.predict.units import once_bytes
 
 #: The constants that each stage's times determine; the others stay 0.
 LASTING = ("masked", "own", "item", "launch", "throttle")
 COMMON = (*LASTING, "changeover")
 SHORT = tuple(name for name in COMMON if name != "throttle")
+#: The launch of Hopper's kernel for dQ takes no time, because it runs beside another kernel.
+BESIDE = tuple(name for name in COMMON if name != "launch")
 WARPS = ("tensor", "waits", "shared", "pieces", "visit")
 FREE = {
     ("python", "forward"): ("tensor", "scores", "waits", "visit", *COMMON),
@@ -26,10 +31,11 @@ FREE = {
         for width in ("", ", 96", ", 128", ", wide", ", widest")
     },
     **{
-        ("hopper", f"{s}{width}"): ("tensor", "scores", *loads, "visit", *COMMON)
-        for s, loads in (("dkdv", ("loads",)), ("dq", ()))
+        ("hopper", f"dkdv{width}"): ("tensor", "scores", "loads", "visit", *COMMON)
         for width in ("", ", 128")
     },
+    **{("hopper", f"dq{width}"): ("tensor", "scores", "visit", *BESIDE) for width in ("", ", 128")},
+    ("hopper", "dq, 128 rows"): ("tensor", "visit", *BESIDE),
     # Loops of up to 1,024 rows, too short for a clock throttle; longer loops; single visits.
     **{
         ("hopper", f"fused{how}{width}"): (
@@ -43,7 +49,8 @@ FREE = {
         ("hopper", f"fused, once{width}"): ("tensor", "scores", "item", "launch")
         for width in ("", ", 128")
     },
-    **{("hopper", f"{s}, wide"): ("tensor", "visit", *COMMON) for s in ("dkdv", "dq")},
+    ("hopper", "dkdv, wide"): ("tensor", "visit", *COMMON),
+    ("hopper", "dq, wide"): ("tensor", "visit", *BESIDE),
     ("hopper", "fused, roles"): ("tensor", "reduced", "visit", *COMMON),
     # There are four times and two, so these have as few constants as possible.
     ("hopper", "fused, widest"): ("tensor", "visit", "item", "throttle"),
@@ -70,17 +77,37 @@ DAMPED = 0.05
 
 
 class Point(NamedTuple):
-    """A stage that the fit uses."""
+    """A measured time that the fit uses; `predicted` returns the model's, from constants by name.
 
-    one: object
-    works: object
-    traffic: object
+    `names` are those of the constants on which it depends.
+    """
+
+    predicted: Callable[[Mapping[str, Constants]], float]
     seconds: float
     seed: str
+    names: Set[str]
+    problem: Problem
 
 
-def points(everything, kernels, name):
-    """Return the calibration set's stages that have these constants.
+#: Names of constants that are fitted together, by the first one. Hopper's kernel for dQ runs beside
+#: the one for dK and dV. Their own times are known only with events between the two, so the fit
+#: uses the times of the whole pass.
+TOGETHER = {
+    ("hopper", "dkdv"): ("dkdv", "dq"),
+    ("hopper", "dkdv, 128"): ("dkdv, 128", "dq, 128", "dq, 128 rows"),
+    ("hopper", "dkdv, wide"): ("dkdv, wide", "dq, wide"),
+}
+
+
+def groups(kernels):
+    """Return a kernel family's names of constants, as tuples that are fitted together."""
+    found = [TOGETHER.get((family, name), (name,)) for family, name in FREE if family == kernels]
+    seconds = {name for names in TOGETHER.values() for name in names[1:]}
+    return [names for names in found if kernels != "hopper" or names[0] not in seconds]
+
+
+def points(everything, kernels, names):
+    """Return the measured times of the calibration set that depend on these constants.
 
     As in a prediction, a stage whose own head width has no constants uses those of any width.
     Forwards that ran without shares of the visits are left out if they have shares today.
@@ -89,7 +116,7 @@ def points(everything, kernels, name):
     for one in everything:
         if one.kernels != kernels or one.where != "fitted":
             continue
-        if name.startswith("forward") != (one.name == "forward"):
+        if names[0].startswith("forward") != (one.name == "forward"):
             continue
         if one.name == "flash2-fused" and one.problem.n_kv <= 128 and kernels == "hopper":
             continue  # the single-KV-tile backward runs instead
@@ -101,68 +128,131 @@ def points(everything, kernels, name):
                 continue
         with as_it_ran(one):
             passes, traffic = model._prepare(one.problem, *how)
-        for each in passes:
-            if each.stage.name not in one.stages:
-                continue  # a pass whose stages were not timed
-            if not each.kernel.shared_bytes:
-                continue
-            names = model.constants_names(each, one.problem)
-            if name == next(n for n in names if (kernels, n) in FREE):
+        used = {constants_of(kernels, each, one.problem): each for each in passes}
+        if not used.keys() & {*names}:
+            continue
+        if kernels == "hopper" and one.name == "flash2":
+            whole = partial(_whole, passes, traffic)
+            found.append(Point(whole, one.seconds, one.seed, used.keys(), one.problem))
+            continue
+        for name, each in used.items():
+            if name in names and each.stage.name in one.stages:
+                works = model.works_of(each, traffic)
                 seconds = one.stages[each.stage.name]
-                found.append(Point(each, model.works_of(each, traffic), traffic, seconds, one.seed))
+                alone = partial(_alone, works, name)
+                found.append(Point(alone, seconds, one.seed, {name}, one.problem))
     return found
 
 
-def stage_seconds(point, constants):
-    """Return the model's seconds for a point."""
-    return model.stage_seconds(point.works, constants)[0]
+def constants_of(kernels, one, problem):
+    """Return the name of a launch's constants; an empty string for a kernel that streams rows."""
+    if not one.kernel.shared_bytes:
+        return ""
+    return next(n for n in model.constants_names(one, problem) if (kernels, n) in FREE)
 
 
-def fit(those, free, ships=None):
-    """Return the constants that minimise the errors of the stages' times, with large errors damped.
-
-    There are several minima: the search starts at rough values and at the shipped ones.
-    """
-    starts = [[BEGIN.get(n, 0.1) for n in free], [BEGIN.get(n, 0.1) / 3 for n in free]]
-    return _scaled(free, _least(those, free, starts, ships, 80).x)
+def _whole(passes, traffic, constants):
+    return sum(one.seconds for one in model.stage_times(passes, traffic, constants))
 
 
-def left_out(those, free, ships):
-    """Return the constants by seed of random shapes, each fitted without the points of that seed.
+def _alone(works, name, constants):
+    return model.stage_seconds(works, constants[name])[0]
 
-    The fit to all points is refined without the seed's: by Gauss-Newton steps with the derivatives
-    of the full fit, as long as they lower the remaining points' cost.
-    """
-    full = _least(those, free, [], ships, 4)
-    seeds, found = np.array([p.seed for p in those]), {}
-    begin = _wrong(those, free, full.x)
-    slopes = np.array(
-        [
-            (_wrong(those, free, full.x + step * axis) - begin) / step
-            for step, axis in zip(np.maximum(1e-3 * full.x, 1e-4), np.eye(len(free)), strict=True)
-        ]
-    ).T
-    most = np.array([MOST.get(n, np.inf) for n in free])
-    for seed in sorted({*seeds.tolist()} - {""}):
-        kept = seeds != seed
-        rest = [p for p, its in zip(those, kept, strict=True) if its]
-        x, wrong = full.x, begin[kept]
-        for _ in range(3):
-            moved = _step(wrong, slopes[kept], x, most)
+
+class Search:
+    """The search for the constants `names` of a kernel family that fit measured times."""
+
+    def __init__(self, kernels, names, those, free=FREE):
+        self.free = [(name, field) for name in names for field in free[kernels, name]]
+        self.ships = CALIBRATED[kernels]
+        self.most = np.array([MOST.get(field, np.inf) for _, field in self.free])
+        self.those = those
+
+    def fit(self):
+        """Return the constants by name that minimise the errors, with large errors damped.
+
+        There are several minima: the search starts at rough values and at the shipped ones.
+        Constants that are fitted together are many, so their search only starts at the latter.
+        """
+        starts = [self._shipped()]
+        if len({name for name, _ in self.free}) == 1:
+            rough = np.array([BEGIN.get(field, 0.1) for _, field in self.free])
+            starts = [rough, rough / 3, *starts]
+        found = [self._refined(x) for x in starts]
+        return self._scaled(min(found, key=lambda x: x[1])[0])
+
+    def left_out(self):
+        """Return the constants by seed of random shapes, each fitted without the seed's points.
+
+        Each search starts at the shipped constants, and takes a few steps with the derivatives of
+        all points.
+        """
+        seeds, found, every = np.array([p.seed for p in self.those]), {}, self.those
+        begin = self._shipped()
+        slopes = self._slopes(begin)
+        for seed in sorted({*seeds.tolist()} - {""}):
+            kept = seeds != seed
+            self.those = [p for p, its in zip(every, kept, strict=True) if its]
+            found[seed] = self._scaled(self._refined(begin, slopes[kept], steps=3)[0])
+        self.those = every
+        return found
+
+    def _shipped(self):
+        scales = [1e6 if field in SECONDS else 1.0 for _, field in self.free]
+        found = [getattr(self.ships[name], field) for name, field in self.free]
+        return np.array(found) * scales
+
+    def _scaled(self, x):
+        """Return constants by name, whose free ones are those of the vector `x`."""
+        found = {name: {"launch": 2e-6} for name, _ in self.free}
+        for (name, field), value in zip(self.free, x, strict=True):
+            found[name][field] = value * 1e-6 if field in SECONDS else value
+        return {name: Constants(**fields) for name, fields in found.items()}
+
+    def _wrong(self, x):
+        took = np.array([p.seconds for p in self.those])
+        return np.log(self._predicted(x, range(len(took))) / took)
+
+    def _predicted(self, x, where):
+        """Return the model's times of the points with the numbers `where`."""
+        known = self.ships | self._scaled(x)
+        return np.array([self.those[i].predicted(known) for i in where])
+
+    def _slopes(self, x):
+        """Return the derivatives of the points' errors by the constants."""
+        begin = self._predicted(x, range(len(self.those)))
+        found = np.zeros((len(self.those), len(x)))
+        for number, (name, _) in enumerate(self.free):
+            where = [i for i, point in enumerate(self.those) if name in point.names]
+            moved, step = x.copy(), max(1e-3 * x[number], 1e-4)
+            moved[number] += step
+            found[where, number] = np.log(self._predicted(moved, where) / begin[where]) / step
+        return found
+
+    def _refined(self, x, slopes=None, steps=25):
+        """Return the constants near `x` that minimise the damped errors, and their cost.
+
+        A step minimises the errors as if they depended on the constants linearly, and is shortened
+        until it lowers the cost. `slopes` holds the derivatives, if they stay the same in all
+        steps.
+        """
+        x = np.clip(x, 0, self.most)
+        wrong = self._wrong(x)
+        for _ in range(steps):
+            moved = _step(wrong, self._slopes(x) if slopes is None else slopes, x, self.most)
+            before = _cost(wrong)
             for _ in range(4):
-                tried = np.clip(x + moved, 0, most)
-                after = _wrong(rest, free, tried)
-                if _cost(after) < _cost(wrong):
+                tried = np.clip(x + moved, 0, self.most)
+                after = self._wrong(tried)
+                if _cost(after) < before:
                     break
                 moved = moved / 3
             else:
                 break
-            gained = _cost(wrong) - _cost(after)
             x, wrong = tried, after
-            if gained < 1e-4 * _cost(wrong):
+            if before - _cost(wrong) < 1e-4 * before:
                 break
-        found[seed] = _scaled(free, x)
-    return found
+        return x, _cost(wrong)
 
 
 def _step(wrong, slopes, x, most):
@@ -182,38 +272,28 @@ def _cost(wrong):
     return float(np.sum(np.sqrt(1 + (wrong / DAMPED) ** 2)))
 
 
-def _scaled(free, x):
-    scaled = {n: v * 1e-6 if n in SECONDS else v for n, v in zip(free, x, strict=True)}
-    return Constants(**scaled)
-
-
-def _wrong(those, free, x):
-    c = _scaled(free, x)
-    return np.array([np.log(stage_seconds(p, c) / p.seconds) for p in those])
-
-
-def _least(those, free, starts, ships, steps):
-    """Return the best result of `least_squares` from these starts and the shipped constants."""
+def fit_first(everything):
+    """Return `calibration.FIRST`, with the constants of the fused kernels that ship."""
     from scipy.optimize import least_squares
 
-    limits = 0.0, [MOST.get(n, np.inf) for n in free]
-    options = {
-        "loss": "soft_l1",
-        "f_scale": DAMPED,
-        "diff_step": 1e-3,
-        "max_nfev": steps,
-        "x_scale": "jac",
-    }
-    starts = list(starts)
-    if ships is not None:
-        units = [1e6 if n in SECONDS else 1.0 for n in free]
-        found = [getattr(ships, n) * unit for n, unit in zip(free, units, strict=True)]
-        starts.append(
-            [min(max(x, 1e-3), MOST.get(n, np.inf)) for n, x in zip(free, found, strict=True)]
-        )
-    wrong = partial(_wrong, those, free)
-    found = [least_squares(wrong, x, bounds=limits, **options) for x in starts]
-    return min(found, key=lambda x: x.cost)
+    ran = [one for one in everything if one.name == "flash2-fused-first"]
+    kept = calibration.FIRST
+
+    def wrong(x):
+        calibration.FIRST = x[0] * 1e-6, x[1] * 1e-6
+        return [np.log(_seconds(one) / one.seconds) for one in ran]
+
+    options = {"bounds": (0, np.inf), "loss": "soft_l1", "f_scale": DAMPED, "diff_step": 0.1}
+    try:
+        flag, stored = least_squares(wrong, np.array(kept) * 1e6, **options).x
+    finally:
+        calibration.FIRST = kept
+    return f"({flag:.2f}e-6, {stored:.2f}e-6)"
+
+
+def _seconds(one):
+    how = {"direction": "backward", "algorithm": one.name, "device": one.device}
+    return predict(one.problem, **how, tiling=one.tiling).seconds
 
 
 def fit_streams(everything):

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+import backward_forms
 import time_shapes
 import times
 from gpu_lab import read_table
@@ -132,8 +133,13 @@ def rows_of(path):
 
 
 def device_of(row):
-    """Return the preset of the GPU that a row's driver names."""
-    return next(one for one in PRESETS.values() if one.name in row["gpu"])
+    """Return the preset of the GPU that a row's driver names, with the clusters that it reported.
+
+    Older files have no such column.
+    """
+    device = next(one for one in PRESETS.values() if one.name in row["gpu"])
+    pairs = [tuple(map(int, pair.split(":"))) for pair in (row.get("clusters") or "").split()]
+    return replace(device, clusters=tuple(pairs)) if pairs else device
 
 
 #: Times of the Hopper kernels on an H100 on the shapes of `time_shapes`; and on random shapes.
@@ -148,6 +154,8 @@ RANDOM = tuple(
 )
 #: Times of short backwards by form, tile and clusters.
 SHORT = DATA / "short-backwards-h100.csv"
+#: Times of every form of a backward on random shapes (backward_forms.py).
+FORMS = DATA / "backward-forms-h100.csv", DATA / "dq-tiles-h100.csv"
 
 
 def unchanged():
@@ -220,6 +228,24 @@ def short_backwards():
     return found
 
 
+def forms():
+    """Return the passes of `FORMS`, at the tiles of today's rule unless the form has its own."""
+    found, device = [], Device.get("H100")
+    for path in FORMS:
+        for shape, took in backward_forms.read(path)[0].items():
+            for form, (name, tiling) in backward_forms.FORMS.items():
+                if form not in took or form == "64 rows":  # RANDOM has enough of these
+                    continue
+                how = {"direction": "backward", "algorithm": name, "device": device}
+                said = predict(shape.problem, **how, tiling=tiling)
+                whole = 1e-6 * took[form] - EVENTS / backward_forms.CALLS
+                rows = sum(s.seconds for s in said.stages if s.name != "fused")
+                tiling = tiling or said.traffic.tiling
+                stages, more = {"fused": whole - rows}, (device, path.stem)
+                found.append(Measured(shape.problem, "hopper", name, tiling, whole, stages, *more))
+    return found
+
+
 def everything():
     """Return the passes to which the model is compared: Hopper's on an H100, others on an H200."""
     return [one for one in measured() if one.kernels != "hopper"] + of_hopper(SHAPES)
@@ -228,7 +254,7 @@ def everything():
 def fitted():
     """Return the passes from which a fit takes those of the fitted set."""
     random = [one for path in RANDOM for one in of_hopper(path)]
-    return everything() + random + short_backwards() + unchanged()
+    return everything() + random + short_backwards() + forms() + unchanged()
 
 
 def measured(path=DATA / "times-h200.csv"):

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from flashsim.report import Table
 from flashsim.studies import verify
 from flashsim.studies.predict import predict
 
-COLUMNS = ("seed", "dtype", *times.COLUMNS)
+COLUMNS = ("seed", "dtype", *times.COLUMNS, "clusters")
 
 
 def drawn(seeds: list[int], count: int, dtype: str) -> list[tuple[int, Problem]]:
@@ -72,27 +73,29 @@ def problem(shape: Any, dtype: str = "bfloat16") -> Problem:
 
 def form(p: Problem) -> str:
     """Return the algorithm that `backward(deterministic=False)` selects for a problem."""
-    how = {"direction": "backward", "deterministic": False, "device": verify.here()}
+    device = replace(flashsim.Device.get(verify.here()), clusters=times.this_gpu().clusters)
+    how = {"direction": "backward", "deterministic": False, "device": device}
     return predict(p, **how).traffic.algorithm
 
 
 def measure(
-    shapes: list[tuple[int, Problem]], seconds: float, path: Path, *, grouped: bool = False
+    shapes: list[tuple[int, Problem]], until: float, path: Path, *, grouped: bool = False
 ) -> None:
-    """Time the shapes and write a row per pass and stage."""
-    began, (lab, _) = time.monotonic(), open_lab()
+    """Time the shapes and write a row per pass and stage; start none after the time `until`."""
+    lab, _ = open_lab()
     split, clock = times.Split(lab), times.sm_clock()
+    clusters = " ".join(f"{size}:{count}" for size, count in times.this_gpu().clusters)
     with path.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for done, (seed, p) in enumerate(shapes):
-            if time.monotonic() - began > seconds:
+            if time.monotonic() > until:
                 print(f"out of time: {len(shapes) - done} shapes were not measured")
                 break
             everyone = list(_passes(lab, p, grouped=grouped))
             times.measure(lab, split, clock, everyone)
             for one in everyone:
-                named = {"seed": seed, "dtype": p.dtype}
+                named = {"seed": seed, "dtype": p.dtype, "clusters": clusters}
                 writer.writerows(named | row for row in times.rows(p, one, lab.name))
             stream.flush()
             everyone.clear()
@@ -203,10 +206,13 @@ def main() -> None:
     parser.add_argument("--grouped", action="store_true", help="forwards of grouped heads only")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument(
-        "--seconds", type=float, default=160, help="start no shape after so many seconds"
+        "--seconds",
+        type=float,
+        default=160,
+        help="start no shape after so many seconds, of which compiling takes most",
     )
     parser.add_argument("--worst", type=int, default=10)
-    chosen = parser.parse_args()
+    chosen, began = parser.parse_args(), time.monotonic()
     path = chosen.source or chosen.csv
     if path is None:
         parser.error("nothing to do: pass --csv FILE to measure, or --from FILE")
@@ -216,7 +222,7 @@ def main() -> None:
         if chosen.grouped:
             shapes = [(seed, p) for seed, p in shapes if p.group > 1]
         compile_first([p for _, p in shapes], chosen.jobs, grouped=chosen.grouped)
-        measure(shapes, chosen.seconds, path, grouped=chosen.grouped)
+        measure(shapes, began + chosen.seconds, path, grouped=chosen.grouped)
     for table in tables(compared(path), chosen.worst):
         print(table.text(width=160))
 

@@ -72,13 +72,13 @@ class HopperFp8(Family):
         """Return the error to raise if `why_not` returned `reason`."""
         return UnsupportedError(f"the FP8 kernels do not run this: {reason}; {self.elsewhere}")
 
-    def clump(self, walk: Walked) -> int:
+    def clump(self, walk: Walked, cluster: int = 1) -> int:
         """Return how many heads form a head group, which run together.
 
         The result is the 16-bit kernels' number or, if faster, the next smaller divisor of the
         number of heads.
         """
-        size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
+        size, group, walks = hopper.HOPPER.clump(walk, cluster), walk.problem.group, walk.walks
         if walk.alike:
             return size
         even = next((n for n in range(size - 1, 0, -1) if n % group == walks % n == 0), size)

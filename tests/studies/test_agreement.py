@@ -323,8 +323,8 @@ def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, ev
     }.values()
 
     def widths(kernels, name):
-        points = fitting.points(of_width, kernels, name)
-        return {p.traffic.problem.head_dim for p in points}
+        points = fitting.points(of_width, kernels, (name,))
+        return {p.problem.head_dim for p in points}
 
     assert {64, 128} <= widths("python", "forward")
     assert max(widths("hopper", "forward")) == 64
@@ -387,7 +387,7 @@ def test_the_fit_sees_the_calibration_set_alone(times, fitting, everything):
     ]
     for kernels, name in (("hopper", "dkdv"), ("portable", "forward")):
         of, instead = (
-            [(p.one.tables.schedule.problem, p.seconds) for p in fitting.points(x, kernels, name)]
+            [(p.problem, p.seconds) for p in fitting.points(x, kernels, (name,))]
             for x in (everything, spoilt)
         )
         assert of == instead
@@ -411,32 +411,35 @@ def test_a_form_of_which_times_come_is_fitted_to_them(benchmark, times, fitting)
         took, tile = found.seconds, found.traffic.tiling
         one = times.Measured(p, "hopper", "flash2-once", tile, took, {"fused": took})
         everything.append(one._replace(seed="1"))  # random shapes are fitted
-    those = fitting.points(everything, "hopper", "fused, once")
+    those = fitting.points(everything, "hopper", ("fused, once",))
     assert len(those) == 14
-    found = fitting.fit(those, fitting.FREE["hopper", "fused, once"])
-    assert found == pytest.approx(made, rel=0.02)
+    found = fitting.Search("hopper", ("fused, once",), those).fit()
+    assert found["fused, once"] == pytest.approx(made, rel=0.02)
     (row,) = benchmark.errors_table(benchmark.errors(everything)).rows
     assert list(row)[:3] == ["hopper", "flash2-once", 14]
     assert list(row)[5:] == [0, None, None]
 
 
-def test_constants_that_made_the_times_are_found_again(fitting, everything):
+@pytest.mark.parametrize("part", [("fused", 3), ("dkdv", 7)], ids=["stage", "pass"])
+def test_constants_that_made_the_times_are_found_again(fitting, everything, part):
     """A fit to times that the model itself gave."""
     several = [x for x in everything if x.problem.head_dim == 64]
-    those = fitting.points(several, "hopper", "dkdv")
     made = fitting.Constants(tensor=1.2, masked=3.0, item=2e-6, launch=2e-6)
+    known, (kernel, passes) = fitting.CALIBRATED["hopper"], part
+    those = fitting.points(several, "hopper", (kernel,))
     made_up = [
-        p._replace(seconds=fitting.stage_seconds(p, made)) for p in those if len(p.one.items) < 600
+        p._replace(seconds=p.predicted(known | {kernel: made})) for p in those if p.seconds < 4e-3
     ]
-    found = fitting.fit(made_up, ("tensor", "masked", "item", "launch"))
+    assert len(made_up) == passes
+    free = {("hopper", kernel): ("tensor", "masked", "item", "launch")}
+    found = known | fitting.Search("hopper", (kernel,), made_up, free).fit()
     for p in made_up:
-        again = fitting.stage_seconds(p, found)
-        assert again == pytest.approx(p.seconds, rel=1e-3)
+        assert p.predicted(found) == pytest.approx(p.seconds, rel=1e-3)
     line = fitting.as_line("hopper", "dkdv, wide", made)
     assert line == 'hopper,"dkdv, wide",1.200,,3.000,,,,,,,,2.00e-6,2.00e-6,,'
 
 
-def test_constants_for_a_seed_ignore_its_times(benchmark, times, fitting):
+def test_constants_for_a_seed_ignore_its_times(benchmark, times, fitting, monkeypatch):
     """Times that are three times too long change the fit to all seeds, not the one without them."""
     made = fitting.Constants(tensor=1.0, scores=30.0, item=1e-6, launch=3e-6)
     everything, how = [], {"direction": "backward", "algorithm": "flash2-once"}
@@ -447,14 +450,15 @@ def test_constants_for_a_seed_ignore_its_times(benchmark, times, fitting):
         took, seed = (3 * took, "spoilt") if number % 7 == 3 else (took, "other")
         one = times.Measured(p, "hopper", "flash2-once", tile, took, {"fused": took})
         everything.append(one._replace(seed=seed))
-    free = fitting.FREE["hopper", "fused, once"]
-    those = fitting.points(everything, "hopper", "fused, once")
-    found = fitting.left_out(those, free, made)
+    monkeypatch.setitem(fitting.CALIBRATED["hopper"], "fused, once", made)
+    those = fitting.points(everything, "hopper", ("fused, once",))
+    search = fitting.Search("hopper", ("fused, once",), those)
+    found = search.left_out()
     assert sorted(found) == ["other", "spoilt"]
     good = [p for p in those if p.seed == "other"]
 
     def error(constants):
-        return max(abs(fitting.stage_seconds(p, constants) / p.seconds - 1) for p in good)
+        return max(abs(p.predicted(constants) / p.seconds - 1) for p in good)
 
     assert error(found["spoilt"]) < 0.005
-    assert error(fitting.fit(those, free)) > 0.01
+    assert error(search.fit()) > 0.01

@@ -19,11 +19,13 @@ from flashsim.studies.predict.units import (
     L2_PORT,
     PAIR,
     SCALED,
+    _first_visits,
     _waves_per_row,
     bytes_again,
     clock,
     once_bytes,
     work_of,
+    zeros,
 )
 
 pytestmark = pytest.mark.promise("predictions are judged")
@@ -283,6 +285,66 @@ def test_bytes_that_cross_hbm_again_take_time():
     assert 1.1 < found.seconds / alike.seconds < 1.4
 
 
+FIRST = "flash2-fused-first"
+
+
+@pytest.mark.parametrize(
+    ("problem", "places", "expected"),
+    [
+        # no mask: all four blocks of the head reach each row tile together; in waves of two blocks,
+        # those of the first wave do
+        ({}, 132, [8, 8, 8, 8]),
+        ({}, 2, [8, 8, 0, 0]),
+        # causal: block k begins at row tile 2 k; alone, the longest one visits all row tiles first
+        ({"causal": True}, 132, [2, 2, 2, 2]),
+        ({"causal": True}, 1, [8, 0, 0, 0]),
+        ({"causal": True}, 2, [2, 6, 0, 0]),
+    ],
+)
+def test_first_visits_of_row_tiles(problem, places, expected):
+    p = Problem(512, head_dim=128, dtype="bfloat16", **problem)
+    one, _ = prepared(p, "fused", FIRST, tiling=Tiling(64, 128))
+    assert _first_visits(one, places).tolist() == expected
+
+
+def test_a_first_visit_and_a_flag_take_time(monkeypatch):
+    """One wave of one head without a mask: 8 visits, each of which may be the first."""
+    p = Problem(512, head_dim=128, dtype="bfloat16", heads=32)
+    how = {"direction": "backward", "algorithm": FIRST, "tiling": Tiling(64, 128)}
+    one, _ = prepared(p, "fused", FIRST, tiling=how["tiling"])
+    assert one.kernel.cluster == 1
+    took = []
+    for flag, stored in ((0.0, 0.0), (1e-6, 0.0), (1e-6, 2e-6)):
+        monkeypatch.setattr(calibration, "FIRST", (flag, stored))
+        took.append(predict(p, **how).stages[1].seconds)
+    assert np.diff(took) == pytest.approx([8e-6, 16e-6], rel=1e-3)
+
+
+def test_l2_keeps_the_last_zeros_of_dq():
+    """Of O, dO and the zeros, L2 keeps the last part: 4 of 8 bytes per element are zeros."""
+    few, many = (Problem(1024, head_dim=128, dtype="bfloat16", heads=n) for n in (16, 1024))
+    for p, device in ((few, "H200"), (many, "H200"), (many, "H100")):
+        device = Device.get(device)
+        _, traffic = prepared(p, "fused", "flash2-fused", device=device)
+        kept, fetched = zeros(traffic)
+        nbytes = 4 * p.heads * 1024 * 128
+        assert kept + fetched == nbytes
+        room = calibration.L2_KEEPS * device.l2_bytes / 2
+        assert kept == pytest.approx(min(nbytes, room), rel=0.02)  # delta and the LSE take 1 %
+    for algorithm in ("flash2", FIRST):
+        assert zeros(prepared(many, "delta", algorithm)[1]) == (0.0, 0.0)
+
+
+def test_dq_without_zeros_is_not_read():
+    """The form that stores first writes dQ, and the other one also reads it."""
+    p = Problem(1024, head_dim=128, dtype="bfloat16", heads=64, causal=True)
+    first, added = (
+        once_bytes(prepared(p, "fused", algorithm)[1], "fused")
+        for algorithm in (FIRST, "flash2-fused")
+    )
+    assert added - first == 4 * 64 * 1024 * 128
+
+
 def test_the_wide_backward_is_another_kernel():
     wide = replace(PROBLEM, head_dim=160, head_dim_v=160)
     stages = predict(wide, direction="backward").stages
@@ -367,16 +429,6 @@ def test_units_work_for_the_mean_of_the_warpgroups_and_the_longest_ends_last():
     scores, scaled = work.visit["scores"], work.visit["scores"] + SCALED * work.visit["O"]
     assert shared.tolist() == pytest.approx([4 / 3 * scaled + 10 * scores])
     assert waiting.tolist() == pytest.approx([2 * 1e-6 * PAIR / 3 + calibration.SHARES])
-
-
-def test_a_visit_that_reads_whether_dq_is_stored_waits_longer():
-    p = Problem(512, head_dim=64, heads=2, dtype="bfloat16", causal=True)
-    found = []
-    for algorithm in ("flash2-fused", "flash2-fused-first"):
-        (work,) = model.works_of(*prepared(p, "fused", algorithm))
-        found.append(model.durations(work, Constants())[1])
-    assert found[1] - found[0] == pytest.approx(work.longest * calibration.FIRST)
-    assert work.longest.tolist() == [4, 3, 2, 1]
 
 
 def test_sms_without_a_work_tile_leave_their_part_of_l2_to_others():
@@ -535,7 +587,7 @@ MASKS = {
 
 
 def test_times_with_a_mask_function_against_an_h100():
-    """As docs/reference/predictions.md says: 0.90 to 1.05 of the measured times."""
+    """As docs/reference/predictions.md says: 0.90 to 1.06 of the measured times."""
     ratios = []
     for row in recorded("gpu-flex-h100.csv"):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
@@ -549,7 +601,7 @@ def test_times_with_a_mask_function_against_an_h100():
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16
     assert min(ratios) == pytest.approx(0.90, abs=0.005)
-    assert max(ratios) == pytest.approx(1.05, abs=0.005)
+    assert max(ratios) == pytest.approx(1.06, abs=0.005)
 
 
 def test_captured_elements_are_not_padded():

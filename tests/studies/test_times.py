@@ -268,6 +268,13 @@ def test_times_on_random_shapes_are_read_and_compared(times, tmp_path):
     assert [row[0] for row in errors.rows] == ["forward", "forward"]
 
 
+def test_a_row_has_the_clusters_that_the_driver_reported(times):
+    row = {"gpu": "NVIDIA H200"}
+    device_of = script("predict_times").device_of
+    assert device_of(row) is device_of(row | {"clusters": ""}) is flashsim.Device.get("H200")
+    assert device_of(row | {"clusters": "2:66 8:14"}).clusters == ((2, 66), (8, 14))
+
+
 def judged(name):
     """The table of errors of a file of random shapes, and the page that prints them."""
     compare = importlib.import_module("random_times")

@@ -152,9 +152,11 @@ AGAIN, FORWARD = 3, 6
 #: its own visits (`FS_SHARES`), whose numbers it reads from the schedule's tables. Chosen from
 #: 0.2, 0.3, 0.4 and 0.5 µs with 718 forwards on an H100 (docs/notebooks/times.md).
 SHARES = 0.4e-6
-#: Seconds by which a visit takes longer in "flash2-fused-first": it reads whether the first visit
-#: of its row tile has stored dQ. Chosen from 0, 0.1, 0.2 and 0.3 µs with 53 passes on an H100.
-FIRST = 0.1e-6
+#: Seconds by which a visit of "flash2-fused-first" takes longer, because it reads the flag of its
+#: row tile; and seconds by which a visit that may be the first of its row tile takes longer: it
+#: stores dQ and sets the flag, or waits for a block that does. Fitted by `benchmarks/predict.py
+#: --fit` to 80 passes on an H100.
+FIRST = 0.10e-6, 0.37e-6
 #: The share of the tensor cores' peak that a library's large matrix product reaches: 783 of 989
 #: TFLOP/s in bfloat16, for 8192 x 8192 x 8192, on the same H200.
 MATRIX_SHARE = 0.79

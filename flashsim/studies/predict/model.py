@@ -45,6 +45,7 @@ from flashsim.studies.predict.units import (
     once_bytes,
     use_of,
     work_of,
+    zeros,
 )
 
 #: The kernels in Python are imported only when needed, because they need numba-cuda.
@@ -185,10 +186,17 @@ def predict(
                 f"heads_in_group= must be at least 1 for every stage, got {heads!r} for {name!r}"
             )
         passes = tuple(replace(x, clump=heads) if x.stage.name == name else x for x in passes)
-    found = tuple(_stage(one, traffic, known) for one in passes)
-    if kernels == "hopper" and found[-1].name == "dq":
-        found = (*found[:-1], _beside(found[-1], passes[-2:], traffic, known))
-    return Prediction(traffic, kernels, found)
+    return Prediction(traffic, kernels, stage_times(passes, traffic, known))
+
+
+def stage_times(
+    passes: tuple[KernelPass, ...], traffic: Traffic, constants: Mapping[str, Constants]
+) -> tuple[StageTime, ...]:
+    """Return the predicted time of each kernel of a pass."""
+    found = tuple(_stage(one, traffic, constants) for one in passes)
+    if passes[-1].kernel.boxes and found[-1].name == "dq":
+        found = (*found[:-1], _beside(found[-1], passes[-2:], traffic, constants))
+    return found
 
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:
@@ -327,8 +335,9 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     if not one.kernel.shared_bytes:  # a row-wise kernel, which streams rows
         bytes_once = once_bytes(traffic, name)
         begun, share = calibration.STREAMED[one.kernel.overlaps]
-        streamed = bytes_once / (device.hbm_bandwidth * share)
-        seconds = begun + streamed
+        kept = zeros(traffic)[0] if name == "delta" and device.l2_bandwidth else 0.0
+        streamed = (bytes_once - kept) / (device.hbm_bandwidth * share)
+        seconds = begun + streamed + (2 * kept / device.l2_bandwidth if kept else 0.0)
         if not one.kernel.overlaps:
             seconds = max(calibration.STREAMED_LEAST, seconds)
         use = use_of(one, traffic, {})
@@ -383,12 +392,16 @@ def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, fl
     _, streamed = calibration.STREAMED[True]
     share = streamed if in_cpp else calibration.HBM_SHARE
     full = calibration.FORWARD_L2_FULL if forward_in_cpp else calibration.L2_FULL
-    hbm, again = (x / (device.hbm_bandwidth * share) for x in (once, again))
-    hbm = hbm * _beyond_l2(once / device.l2_bytes, full) + again
+    kept, fetched = (x if one.stage.name == "fused" else 0.0 for x in zeros(traffic))
+    beyond = _beyond_l2(once / device.l2_bytes, full) / (device.hbm_bandwidth * share)
+    hbm = (once - kept) * beyond + again / (device.hbm_bandwidth * share)
     if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
         power = calibration.FORWARD if forward else calibration.AGAIN
         waves = -(-grid[0] * len(work.visits) // (places * work.blocks))
-        alone = hbm / waves * _exposed(work) if forward_in_cpp else 0.0
+        # No block asks for dQ's zeros in advance, so it waits the longer, the busier HBM is.
+        alone = fetched * beyond * min(1.0, hbm / last)
+        if forward_in_cpp:
+            alone = hbm / waves * _exposed(work)
         seconds = alone + (last**power + (hbm - alone) ** power) ** (1 / power)
     else:
         seconds = max(last, hbm)
@@ -428,6 +441,8 @@ def _blocks(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray, tuple[int
     if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
         visits, own = -(-work.visits // blocks), work.own / blocks
         work = replace(work, visits=visits, longest=visits, masked=work.masked / blocks, own=own)
+        if work.stores is not None:
+            work = replace(work, stores=-(-work.stores // blocks))
     shared, waiting = durations(work, c)
     if blocks > 1:
         width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -499,6 +514,7 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     waiting = work.longest * latency + c.item
     if work.one.tables.shares is not None:
         waiting = waiting + calibration.SHARES
-    if dict(work.one.kernel.constants).get("FS_FIRST"):
-        waiting = waiting + work.longest * calibration.FIRST
+    if work.stores is not None:
+        flag, stored = calibration.FIRST
+        waiting = waiting + work.longest * flag + work.stores * stored
     return shared, waiting

@@ -21,6 +21,7 @@ from flashsim.schedule import plans
 from flashsim.schedule.head_grouping import held
 from flashsim.schedule.tensors import shape, whole_bytes
 from flashsim.studies.energy import Use
+from flashsim.studies.predict.calibration import L2_KEEPS
 
 UNITS = ("tensor cores", "exponentials", "CUDA cores", "shared memory", "L2")
 
@@ -72,6 +73,8 @@ class Work:
     blocks, groups : int
         The blocks that share an SM, and the warpgroups of a block that split a visit's rows by
         ping-pong scheduling on the tensor cores (without such scheduling, `PAIR`).
+    stores : ndarray or None
+        Per outer tile of "flash2-fused-first", its visits that may be the first of their row tile.
     """
 
     one: KernelPass
@@ -83,6 +86,7 @@ class Work:
     own: np.ndarray
     blocks: int
     groups: int = PAIR
+    stores: np.ndarray | None = None
 
 
 def clock(device: Device) -> float:
@@ -138,7 +142,10 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     visits, masked, longest = (x[order] * members for x in _visits(tables))
     groups, blocks = tiling.block_q // 64 if turns else PAIR, blocks_per_sm(one, device)
     counts = visits, masked, longest
-    return Work(one, traffic, *counts, seconds, own * l2 * rows, blocks, groups)
+    stores = None
+    if dict(one.kernel.constants).get("FS_FIRST"):
+        stores = _first_visits(one, device.sm_count // one.kernel.cluster)[order] * members
+    return Work(one, traffic, *counts, seconds, own * l2 * rows, blocks, groups, stores)
 
 
 def is_hopper_in_cpp(one: KernelPass) -> bool:
@@ -153,6 +160,37 @@ def _visits(tables: Lowered) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     first, full_first, full_stop, stop = np.moveaxis(parts_of(tables).astype(np.int64), 2, 0)
     visits, full = stop - first, full_stop - full_first
     return visits.mean(1), (visits - full).mean(1), visits.max(1)
+
+
+def _first_visits(one: KernelPass, places: int) -> np.ndarray:
+    """Return per outer tile of a head: its visits that may be the first of their row tile.
+
+    The `places` blocks of a wave begin together, and loop over row tiles in ascending order. So of
+    the blocks that visit a row tile, the one that begins nearest to it comes first. Blocks that
+    begin at the same row tile reach all others together: one stores, and the rest wait for it.
+    """
+    tables = one.tables
+    rows = [_inner_tiles(tables, tile) for tile in range(tables.tiles)]
+    begins, visited = np.zeros((2, len(tables.rows)), np.int64)
+    found = np.zeros(tables.tiles, np.int64)
+    order = [tile for tile in tables.order if len(rows[tile])]
+    at_once = max(1, places // min(one.clump, one.walks))
+    for start in range(0, len(order), at_once):
+        wave = order[start : start + at_once]
+        for tile in sorted(wave, key=lambda tile: rows[tile][0]):
+            begins[rows[tile]] = rows[tile][0]
+        for tile in wave:
+            mine = rows[tile]
+            found[tile] = np.count_nonzero((visited[mine] == 0) & (begins[mine] == mine[0]))
+        for tile in wave:
+            visited[rows[tile]] = 1
+    return found
+
+
+def _inner_tiles(tables: Lowered, tile: int) -> np.ndarray:
+    if tables.spans is not None:
+        return np.arange(tables.spans[tile, 0], tables.spans[tile, 3])
+    return tables.index[tables.ptr[tile] : tables.ptr[tile + 1]]
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
@@ -295,10 +333,24 @@ def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
     return float((end - begin).sum() / len(np.unique(tables.index)))
 
 
+def zeros(traffic: Traffic) -> tuple[float, float]:
+    """Return the bytes of dQ's zeros that L2 keeps for a fused kernel, and those that it does not.
+
+    The kernel for delta reads O and dO and writes the zeros. L2 keeps the last part of these bytes.
+    HBM never moves the zeros that L2 keeps.
+    """
+    if ("delta", "store", "dQ_acc") not in traffic.transfers:
+        return 0.0, 0.0
+    share = min(1.0, L2_KEEPS * traffic.device.l2_bytes / once_bytes(traffic, "delta"))
+    nbytes = whole_bytes(traffic.problem, "dQ_acc")
+    return share * nbytes, (1 - share) * nbytes
+
+
 def once_bytes(traffic: Traffic, stage: str) -> int:
     """Return the bytes of the tensors that a stage reads, plus those of the tensors it writes."""
+    stored = {tensor for _, op, tensor in traffic.transfers if op == "store"}
     return sum(
-        whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
+        whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" and tensor in stored else 1)
         for name, op, tensor in traffic.transfers
         if name == stage
     )
