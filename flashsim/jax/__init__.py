@@ -14,10 +14,10 @@ except ImportError as error:
         f"flashsim.jax needs JAX, which cannot be imported ({error}): "
         "pip install 'flashsim-attention[jax]'"
     ) from None
-if not hasattr(jax, "ffi"):
+if getattr(jax, "__version_info__", ()) < (0, 10, 2):  # as in setup.cfg, which a test compares
     raise BackendUnavailable(
-        f"flashsim.jax needs JAX 0.10.2 or newer, with jax.ffi, but found {jax.__version__}: "
-        "pip install 'flashsim-attention[jax]'"
+        f"flashsim.jax needs JAX 0.10.2 or newer, but found {jax.__version__}: "
+        "pip install --upgrade 'flashsim-attention[jax]'"
     )
 
 from flashsim.jax.attention_override import dot_product_attention

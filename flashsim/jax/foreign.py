@@ -75,7 +75,7 @@ def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
     device = _device(addresses[0])
     run = layout.runs.get(device, call)
     if run is call:  # the layout is new
-        key = call.text("question"), device, *call.looks()
+        key = layout.texts["question"], device, *layout.looks[: layout.inputs]
         run = _PLACED.get(key, call)
         if run is call:
             if len(_PLACED) >= _MOST:
@@ -110,7 +110,7 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
     """Return a prepared launch and the operand numbers of q, k and v, or None if impossible."""
     question = _question(call, OnGpu)
     names = question.pop("operands")
-    given, backend = call.arguments, question["backend"]
+    given, backend = call.arrays[: len(names)], question["backend"]
     plain = {*names} == {*"qkv"} and not question.pop("functions")
     plain = plain and all(len(x.shape) == 4 and x.nbytes for x in given)
     if backend != "cupy" or not plain:
@@ -138,7 +138,7 @@ def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str)
 
 def _question(call: xla_ffi.ForeignCall, place: Any) -> dict[str, Any]:
     """Return the keywords of `flashsim.run`, and the names of the foreign call's operands."""
-    question = json.loads(call.text("question"))
+    question = json.loads(call.layout()[0].texts["question"])
     question.pop("options")
     question["backend"] = question["backend"] or place.backend
     for name in ("window", *OFFSETS):  # JSON has no tuples
@@ -152,12 +152,13 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
     names = question.pop("operands")
     here = place(call)
     with here.active:
-        arrays = dict(zip(names, map(here.array, call.arguments), strict=True))
+        inputs, outputs = call.arrays[: len(names)], call.arrays[len(names) :]
+        arrays = dict(zip(names, map(here.array, inputs), strict=True))
         take_functions(question, arrays)
         question = {name: x for name, x in question.items() if name not in arrays}
         lead = folded(arrays)
         results = function(arrays, question)
-        for buffer, x in zip(call.results, results, strict=True):
+        for buffer, x in zip(outputs, results, strict=True):
             here.store(buffer, unfolded(x, lead, buffer.shape))
 
 
@@ -223,7 +224,7 @@ class OnGpu:
         from flashsim.backends.cupy_gpu.arrays import ForeignStream
 
         self.cupy, self.stream = cupy, call.stream()
-        self.device = _device(call.arguments[0].address)
+        self.device = _device(call.arrays[0].address)
         self.active: AbstractContextManager[Any] = ForeignStream(self.device, self.stream)
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:

@@ -213,10 +213,8 @@ def _axes(operands: dict[str, Any]) -> frozenset[Any]:
 
 
 def _varies(x: Any) -> frozenset[Any]:
-    """Return the `jax.shard_map` axes over which `x` varies; JAX before 0.10 calls them `vma`."""
-    kind = jax.typeof(x)
-    manual = getattr(kind, "manual_axis_type", None)
-    return getattr(kind, "vma", frozenset()) if manual is None else manual.varying
+    """Return the `jax.shard_map` axes over which `x` varies."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def _spread(x: Any, axes: frozenset[Any]) -> Any:

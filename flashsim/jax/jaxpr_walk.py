@@ -276,24 +276,21 @@ class Walker:
         return self._load(step, ref, jax.tree.unflatten(step.params["tree"], flat), None, None)
 
     def _masked_load(self, step: Equation, inputs: list[Any]) -> Any:
-        ref, transforms, mask, other = step.params["args_tree"].unflatten(inputs)
-        return self._load(step, ref, transforms, mask, other)
+        return self._load(step, *step.params["args_tree"].unflatten(inputs))
 
     def _swap(self, step: Equation, inputs: list[Any]) -> Any:
         ref, value, *flat = inputs
         return self._store(step, ref, jax.tree.unflatten(step.params["tree"], flat), value, None)
 
     def _masked_swap(self, step: Equation, inputs: list[Any]) -> Any:
-        ref, transforms, value, mask = step.params["args_tree"].unflatten(inputs)
-        return self._store(step, ref, transforms, value, mask)
+        return self._store(step, *step.params["args_tree"].unflatten(inputs))
 
     def _addupdate(self, step: Equation, inputs: list[Any]) -> list[Any]:
         ref, value, *flat = inputs
         lanes = locate(ref, jax.tree.unflatten(step.params["tree"], flat))
         self._report("load", step, lanes, None)
         self._report("store", step, lanes, None)
-        added = np.asarray(jax.numpy.asarray(lanes.read(None)) + value)
-        lanes.write(added, None)
+        lanes.write(np.asarray(jax.numpy.asarray(lanes.read(None)) + value), None)
         return []
 
     def _load(self, step: Equation, ref: Ref, transforms: Any, mask: Any, other: Any) -> Any:

@@ -22,8 +22,6 @@ from flashsim.own_kernels.steps import Look
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 
-#: The oldest JAX; setup.cfg has the same version, which a test compares.
-OLDEST = (0, 10, 2)
 #: Primitives that move no bytes outside of kernels: XLA only changes an array's shape.
 VIEWS = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota"}
 OPERATIONS = {"load": LOAD, "store": STORE, "reduce": ATOMIC}
@@ -158,11 +156,6 @@ def constants_of(function: Callable[..., Any], args: Sequence[Any]) -> dict[str,
 
 def cpu_device() -> Any:
     """Return JAX's CPU device, on which kernels are evaluated."""
-    if jax.__version_info__ < OLDEST:
-        raise BackendUnavailable(
-            f"trace_kernel needs JAX {'.'.join(map(str, OLDEST))} or newer, but found "
-            f"{jax.__version__}: pip install --upgrade jax"
-        )
     try:
         return jax.devices("cpu")[0]
     except RuntimeError as error:

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
 import struct
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from functools import cache
-from pathlib import Path
-from typing import Any, ClassVar
+from functools import cache, cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +24,6 @@ from flashsim.problem.problem import numpy_dtype
 
 _MAJOR = 0
 _METADATA = 1  # the kind of extension that asks for which version a function was written
-_STRING = 4  # the kind of a text attribute
 _INVALID_ARGUMENT = 3
 _DTYPES = {
     **{1: "bool", 2: "int8", 3: "int16", 6: "uint8"},
@@ -67,8 +64,6 @@ _FRAME_WORDS, _BUFFER_WORDS = struct.Struct("21Q"), struct.Struct("=16xI4xQQQ")
 # kinds, of an array of name addresses, and of an array of text addresses.
 _EXTENSION, _API_AT, _CONTEXT = 1, 2, 3
 _ARGUMENTS, _RESULTS, _ATTRIBUTES = (7, 9), (12, 14), (17, 18, 19, 20)
-# Word offsets of a buffer's fields.
-_DTYPE, _DATA, _RANK, _DIMS = 2, 3, 4, 5
 
 
 class _Metadata(ctypes.Structure):
@@ -98,14 +93,12 @@ _CREATE = ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorCreate))
 _STREAM = ctypes.PYFUNCTYPE(c_void_p, POINTER(_StreamGet))
 
 
-class XlaArray:
-    """One argument or result of XLA in memory: the `address`, the `shape` and the NumPy `dtype`."""
+class XlaArray(NamedTuple):
+    """One argument or result of XLA in memory."""
 
-    def __init__(self, buffer: list[int]) -> None:
-        self.address: int = buffer[_DATA]
-        rank = buffer[_RANK]
-        self.shape: tuple[int, ...] = tuple((c_int64 * rank).from_address(buffer[_DIMS])[:])
-        self.dtype: np.dtype[Any] = numpy_dtype(_DTYPES[_low(buffer[_DTYPE])])
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
     @property
     def nbytes(self) -> int:
@@ -128,10 +121,6 @@ class ForeignCall:
         self._frame = _FRAME_WORDS.unpack(view)
         self.extension, self.api = self._frame[_EXTENSION], self._frame[_API_AT]
 
-    def _buffers(self, n: int, at: int) -> list[list[int]]:
-        each = _pointers(self._frame[at], self._frame[n])
-        return [_BUFFER.from_address(address)[:] for address in each]
-
     def layout(self) -> tuple[Layout, list[int]]:
         """Return the call's layout, and the addresses of its arguments and results."""
         key = self._frame[_ARGUMENTS[0] :]
@@ -145,31 +134,12 @@ class ForeignCall:
             assert addresses is not None
         return layout, addresses
 
-    @property
-    def arguments(self) -> list[XlaArray]:
-        """Return the memory of the call's arguments."""
-        return [XlaArray(buffer) for buffer in self._buffers(*_ARGUMENTS)]
-
-    @property
-    def results(self) -> list[XlaArray]:
-        """Return the memory of the call's results, which the function fills."""
-        return [XlaArray(buffer) for buffer in self._buffers(*_RESULTS)]
-
-    def looks(self) -> tuple[Any, ...]:
-        """Return a cache key: each argument's type and shape."""
-        return tuple(
-            (_low(x[_DTYPE]), ctypes.string_at(x[_DIMS], 8 * x[_RANK]))
-            for x in self._buffers(*_ARGUMENTS)
-        )
-
-    def text(self, name: str) -> str:
-        """Return the call's text attribute with this name."""
-        n, kinds, names, texts = (self._frame[at] for at in _ATTRIBUTES)
-        each = (_pointers(names, n), (c_uint32 * n).from_address(kinds), _pointers(texts, n))
-        for called, kind, at in zip(*each, strict=True):
-            if _read(called) == name and kind == _STRING:
-                return _read(at)
-        raise KeyError(name)
+    @cached_property
+    def arrays(self) -> list[XlaArray]:
+        """Return the memory of the call's arguments, and of the results that the function fills."""
+        layout, addresses = self.layout()
+        pairs = zip(addresses, layout.looks, strict=True)
+        return [XlaArray(address, *look) for address, look in pairs]
 
     def stream(self) -> int:
         """Return the address of the CUDA stream that XLA launches on (GPUs only)."""
@@ -189,6 +159,9 @@ class Layout:
     before each run. XLA may also free the structures and reuse their memory. So `addresses` first
     checks that the structures are unchanged, and follows no changed pointer. Callers may store
     prepared launches in the dict `runs`.
+
+    `looks` has the shape and type of each array, of which the first `inputs` are arguments; `texts`
+    has the call's attributes by name, all of which must be texts.
     """
 
     def __init__(self, frame: tuple[int, ...]) -> None:
@@ -196,6 +169,8 @@ class Layout:
         self._same: list[tuple[memoryview, bytes]] = []
         self._arrays: list[tuple[memoryview, tuple[int, int, int]]] = []
         self._dims: list[tuple[memoryview, bytes]] = []
+        self.looks: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        self.inputs = frame[_ARGUMENTS[0]]
         for n, at in (_ARGUMENTS, _RESULTS):
             for address in self._pointers(frame[at], frame[n]):
                 view = _view(address, _BUFFER)
@@ -203,20 +178,28 @@ class Layout:
                 self._arrays.append((view, (dtype, rank, dims)))
                 if rank:
                     self._dims.append(_content(dims, 8 * rank))
+                shape = tuple((c_int64 * rank).from_address(dims)[:]) if rank else ()
+                self.looks.append((shape, numpy_dtype(_DTYPES[dtype])))
         n, kinds, names, texts = (frame[at] for at in _ATTRIBUTES)
         if n:
             self._same.append(_content(kinds, 4 * n))
-        for at in (names, texts):
-            for span in self._pointers(at, n):
-                self._same.append(_content(span, ctypes.sizeof(_SPAN)))
-                text, length = _SPAN.from_address(span)[:]
-                if length:
-                    self._same.append(_content(text, length))
+        pairs = zip(self._texts(names, n), self._texts(texts, n), strict=True)
+        self.texts = {name.decode(): text.decode() for name, text in pairs}
+
+    def _texts(self, at: int, n: int) -> list[bytes]:
+        found = []
+        for span in self._pointers(at, n):
+            self._same.append(_content(span, ctypes.sizeof(_SPAN)))
+            address, length = _SPAN.from_address(span)[:]
+            self._same += [_content(address, length)] if length else []
+            found.append(self._same[-1][1] if length else b"")
+        return found
 
     def _pointers(self, address: int, n: int) -> list[int]:
-        if n:
-            self._same.append(_content(address, 8 * n))
-        return _pointers(address, n)
+        if not n:
+            return []
+        self._same.append(_content(address, 8 * n))
+        return (c_uint64 * n).from_address(address)[:]
 
     def addresses(self) -> list[int] | None:
         """Return the addresses of arguments and results, or None if the call has changed."""
@@ -258,28 +241,6 @@ def _asking(address: int) -> Any:
     return _STREAM(address)
 
 
-def _pointers(address: int, n: int) -> list[int]:
-    return (c_uint64 * n).from_address(address)[:] if n else []
-
-
-def _low(word: int) -> int:
-    return word & 0xFFFFFFFF
-
-
-def _read(span: int) -> str:
-    return ctypes.string_at(*_SPAN.from_address(span)[:]).decode()
-
-
-def _version(api: int) -> tuple[int, int]:
-    """Return the version of jaxlib's FFI, which up to JAX 0.8 only the header file contains."""
-    if api:
-        version = _Api.from_address(api).version
-        return version.major, version.minor
-    text = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
-    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
-    return int(found["MAJOR"]), int(found["MINOR"])
-
-
 #: Registered function pointers, kept alive here because XLA holds no reference to them.
 _REGISTERED: list[Any] = []
 
@@ -302,7 +263,8 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
             extension = _MetadataExtension.from_address(call.extension)
             if extension.kind == _METADATA:
                 told = extension.metadata.contents
-                told.version.major, told.version.minor = _version(call.api)
+                theirs = _Api.from_address(call.api).version
+                told.version.major, told.version.minor = theirs.major, theirs.minor
                 spoken.append(told.version.major)
                 told.traits = 0
                 return None

@@ -1,10 +1,9 @@
 """Repeated calls of `attention` run directly on an engine: only the first call is checked.
 
 A `Ready` is a checked call; a `Ready`'s cache key contains all values that the checks read. In
-eager mode, a `Ready` runs as a plain `torch.autograd.Function`. Under torch.compile, a `Ready` runs
-inside ``flashsim::attend``, whose few arguments torch dispatches quickly. If something observes or
-transforms operators (a dispatch mode, torch.func, forward mode, torch.jit.trace),
-``flashsim::attention`` runs instead.
+eager mode, a `Ready` runs as a plain `torch.autograd.Function`. Under torch.compile, or if
+something observes or transforms operators (a dispatch mode, torch.func, forward mode,
+torch.jit.trace), a `Ready` runs inside the operator ``flashsim::attention``.
 
 On a GPU, calls with few queries run the decode kernels even if a gradient is needed, so that calls
 with and without a gradient return the same bits.
@@ -26,37 +25,33 @@ from flashsim.api.arrays import warn_of_overflow
 from flashsim.api.inputs import Request
 from flashsim.api.request import Checked, ask
 from flashsim.torch import ops
-from flashsim.torch.ops import readable
+from flashsim.torch.ops import Options, heard, readable
 
 _C = torch._C
 _AD = torch.autograd.forward_ad
-#: The options without the tensors, as `attention` takes them: causal, window_left, window_right,
-#: softcap, scale, algorithm, deterministic, backend.
-Question = tuple[Any, ...]
-NAMES = (
-    *("causal", "window_left", "window_right", "softcap", "scale", "algorithm"),
-    *("deterministic", "backend"),
-)
 
 
 class Ready:
     """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`.
 
     `output(q, k, v)` is the forward pass without the LSE, and `by_token(q, k, v)` returns its
-    result as (batch, n_q, heads, head_dim_v), contiguous.
+    result as (batch, n_q, heads, head_dim_v), contiguous. `repeated(q, k, v)` returns `by_token`
+    for tensors that differ from these only in their addresses.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
-        self.question = dict(zip(NAMES, question, strict=True))
-        run = ops.keywords(**self.question)
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Options) -> None:
+        self.question = question
+        run = question.keywords()
         deterministic = run.pop("deterministic")
         self.forward: Any = partial(ops.run, **run)
         self.output: Any = self._output
         self.by_token: Any = self._by_token
+        self.repeated: Any = lambda q, k, v: self.by_token
         self.backward: Any = partial(_gradients, deterministic=deterministic, **run)
         if _few(q, k, v) and run["backend"] == "cupy":
             self.forward = decoder = _decoder(q, k, v, Request(**run))
             self.output, self.by_token = decoder.output, decoder.by_token
+            self.repeated = decoder.repeated
             return
         asked, job = ask(Request(**run), *map(readable, (q, k, v)))
         if asked.empty or asked.ndim != 4:
@@ -156,10 +151,18 @@ _EXACT: dict[tuple[Any, ...], Ready] = {}
 _MOST_EXACT = 256
 
 
-def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Return the cached `Ready` for these tensor types; if none is cached, check the call first."""
-    key = _key(q, k, v, question)
-    return _EXACT.get(key) or _found(key, q, k, v) or first(key, q, k, v, question)
+def ready(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> Ready | None:
+    """Return the cached `Ready` of an operator's call; the first call with q, k and v is checked.
+
+    For a call with other tensors, or with functions, return None.
+    """
+    key = _key(q, k, v, asked)
+    call = _EXACT.get(key) or _found(key, q, k, v)
+    if call is None:
+        said = heard(asked[2])
+        if not (said.names or said.functions):
+            call = first(key, q, k, v, said.question(*asked[:2]))
+    return call
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -218,7 +221,7 @@ def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None,
         return None, ()
 
 
-def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
+def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Options) -> Ready:
     """Check a call of `attention`, and cache a `Ready` under the key that `known` returned."""
     call = Ready(q, k, v, question)
     if len(_READY) >= _MOST:
@@ -271,8 +274,8 @@ class _Attend(torch.autograd.Function):
         if eager and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             dq, dk, dv = ctx.call.backward(q, k, v, out, lse, dout, dlse)
         else:  # also for a second derivative, which the operator refuses
-            given = dout, out, lse, dlse, q, k, v, None, None, None
-            dq, dk, dv, *_ = ops.through(ops.backward, *given, **ctx.call.question)
+            asked = ops.OpCall.of(ctx.call.question)
+            dq, dk, dv = ops.gradients(asked, dout, out, lse, dlse, q, k, v)
         return dq, dk, dv, None, None
 
 
@@ -289,119 +292,59 @@ def _applied(q: Tensor, k: Tensor, v: Tensor, call: Ready, with_lse: bool) -> An
     return apply(_live(q), _live(k), _live(v), call, with_lse)
 
 
-# -- under torch.compile ---------------------------------------------------------------------------
-
-_LIBRARY = torch.library.Library("flashsim", "FRAGMENT")
-# The second operator has no gradient, so torch does not look for one; the search takes as long as a
-# launch.
-for _name in ("attend", "attend_without_gradient"):
-    _LIBRARY.define(
-        f"{_name}(Tensor q, Tensor k, Tensor v, float softcap, float? scale, str question) "
-        "-> (Tensor out, Tensor lse)"
-    )
-_LIBRARY.define(
-    "attend_backward(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    "float softcap, float? scale, str question) -> (Tensor dq, Tensor dk, Tensor dv)"
-)
+# -- the operators' results -----------------------------------------------------------------------
 
 
-def words(causal: bool, left: int, right: int, algorithm: str, deterministic: Any, by: str) -> str:
-    """Return one string, for torch operators, with a call's options except softcap and scale."""
-    return f"{causal} {left} {right} {algorithm} {deterministic} {by}"
-
-
-_SPOKEN: dict[str, tuple[Any, ...]] = {}
-_WORDS = {"True": True, "False": False, "None": None}
-
-
-def spoken(softcap: float, scale: float | None, text: str) -> Question:
-    """Return all options of a call, given softcap, scale and the string that `words` returned."""
-    heard = _SPOKEN.get(text)
-    if heard is None:
-        causal, left, right, algorithm, deterministic, by = text.split(" ")
-        flags = [_WORDS.get(x, x) for x in (causal, deterministic)]
-        heard = _SPOKEN[text] = flags[0], int(left), int(right), algorithm, flags[1], by
-    causal, left, right, algorithm, deterministic, by = heard
-    return causal, left, right, softcap, scale, algorithm, deterministic, by
-
-
-def told(softcap: float, scale: float | None, text: str) -> dict[str, Any]:
-    """Return the options that `spoken` returns, by their `NAMES`."""
-    return dict(zip(NAMES, spoken(softcap, scale, text), strict=True))
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, softcap: float, scale: float | None, question: str
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], *asked: Any
 ) -> tuple[Tensor, Tensor]:
-    return ready(q, k, v, spoken(softcap, scale, question)).forward(q, k, v)
+    """Run the forward pass of ``flashsim::attention``."""
+    call = ready(q, k, v, asked)
+    if call is not None:
+        return call.forward(q, k, v)
+    told = ops.OpCall(*asked).keywords(more)
+    del told["deterministic"]
+    return ops.run(q, k, v, **told)
 
 
-def _attend_backward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dout, out, lse, q, k, v, softcap, scale, question = call
-    return ready(q, k, v, spoken(softcap, scale, question)).backward(q, k, v, out, lse, dout)
+def _backward(*given: Any) -> list[Tensor]:
+    """Run ``flashsim::attention_backward``; return the gradients of the tensors that have one."""
+    dout, out, lse, dlse, q, k, v, more, *asked = given
+    call = ready(q, k, v, tuple(asked))
+    if call is not None:
+        return [*call.backward(q, k, v, out, lse, dout, dlse)]
+    said, told = heard(asked[2]), ops.OpCall(*asked).keywords(more)
+    captured = [name for key, name in said.moved.items() if key not in ("bias", "sinks")]
+    found = ops.run_backward(*(q, k, v, out, lse, dout), dlse=dlse, captured=captured, **told)
+    gradients = {"dbias": found.dbias, "dsinks": found.dsinks, **(found.captured or {})}
+    pairs = zip(said.names, more, strict=True)
+    moved = [gradients[said.moved[n]].to(x.dtype) for n, x in pairs if n in said.moved]
+    return [found.dq, found.dk, found.dv, *moved]
 
 
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("attend", _attend, _device)
-    _LIBRARY.impl("attend_without_gradient", _attend, _device)
-    _LIBRARY.impl("attend_backward", _attend_backward, _device)
+for _name in ("attention", "attention_without_gradient"):
+    ops.LIBRARY.impl(_name, _attention, "CompositeExplicitAutograd")
+ops.LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("flashsim::attend_without_gradient", lib=_LIBRARY)
-@torch.library.register_fake("flashsim::attend", lib=_LIBRARY)
-def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> Any:
-    return ops.forward_shapes(q, k, v, None, None, **told(*asked))
+class _Eager(ops.OpCall):
+    """A call whose passes run without torch's dispatcher."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+        return _attention(q, k, v, [*more], *self)
+
+    def backward(self, *tensors: Any) -> list[Tensor]:
+        return _backward(*tensors[:7], [*tensors[7:]], *self)
 
 
-@torch.library.register_fake("flashsim::attend_backward", lib=_LIBRARY)
-def _attend_backward_shapes(*call: Any) -> Any:
-    return [x.new_empty(x.shape) for x in call[3:6]]
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, *ctx.asked = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _pull_back(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return (None,) * 6
-    dout = torch.zeros_like(out) if dout is None else dout
-    if dlse is None:
-        backward = torch.ops.flashsim.attend_backward.default
-        return (*backward(dout, out, lse, q, k, v, *ctx.asked), None, None, None)
-    given = dout, out, lse, dlse, q, k, v, None, None, None
-    dq, dk, dv, *_ = ops.through(ops.backward, *given, **told(*ctx.asked))
-    return dq, dk, dv, None, None, None
-
-
-torch.library.register_autograd("flashsim::attend", _pull_back, setup_context=_keep, lib=_LIBRARY)
-torch.library.register_autograd("flashsim::attend_backward", ops.no_second, lib=_LIBRARY)
-
-
-@torch.library.register_vmap("flashsim::attend_without_gradient", lib=_LIBRARY)
-@torch.library.register_vmap("flashsim::attend", lib=_LIBRARY)
-def _folded(info: Any, dims: Any, q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> Any:
-    return ops.folded(ops.forward, info, dims, q, k, v, None, None, None, **told(*asked))
-
-
-@torch.library.register_vmap("flashsim::attend_backward", lib=_LIBRARY)
-def _backward_folded(info: Any, dims: Any, *call: Any) -> Any:
-    tensors = *call[:3], None, *call[3:6], None, None, None
-    axes = *dims[:3], None, *dims[3:6], None
-    found, at = ops.folded(ops.backward, info, axes, *tensors, **told(*call[6:]))
-    return found[:3], at[:3]
-
-
-def compiled(q: Tensor, k: Tensor, v: Tensor, question: Question) -> tuple[Tensor, Tensor]:
-    """Call the operator ``flashsim::attend``, which torch.compile traces, on 4-D tensors."""
-    if _AD._current_level >= 0:
-        ops.no_forward_mode()
-    causal, left, right, softcap, scale, algorithm, deterministic, by = question
-    text = words(causal, left, right, algorithm, deterministic, by)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return torch.ops.flashsim.attend.default(q, k, v, softcap, scale, text)
-    operator = torch.ops.flashsim.attend_without_gradient.default
-    return operator(q, k, v, softcap, scale, text)
+def general(call: ops.OpCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Run any call of `attention` on 4-D tensors; if nothing observes it, without an operator."""
+    if torch.compiler.is_compiling() or not unwatched() or tensors[0].is_meta:
+        return ops.attend(call, *tensors)
+    if any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_neg() for x in tensors):
+        return ops.attend(call, *tensors)
+    eager = _Eager(*call)
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return eager.forward(*tensors)
+    apply: Any = super(torch.autograd.Function, ops.Attend).apply  # as in `_applied`
+    return apply(eager, *map(_live, tensors))

@@ -72,55 +72,23 @@ def flash_attn_func(
         With `return_attn_probs`, also the LSE, (batch, heads, n_q) in float32, and None.
     """
     core.no_dropout(dropout_p)
-    out, lse = core.attend(
-        *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
-        scores=core.ScoreOptions(
-            softmax_scale, causal, window_size, softcap, deterministic, slopes=alibi_slopes
-        ),
-    )
-    out = out.transpose(1, 2)
+    limits = softmax_scale, causal, window_size, softcap, deterministic
+    out, lse = core.by_token(q, k, v, scores=core.ScoreOptions(*limits, slopes=alibi_slopes))
     return (out, lse, None) if return_attn_probs else out
 
 
 @own_errors
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+@core.with_options_of(flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
     """Call `flash_attn_func` with q, k and v in one tensor, (batch, n, 3, heads, head_dim)."""
-    q, k, v = core.unpacked(qkv)
-    return flash_attn_func(
-        *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap),
-        *(alibi_slopes, deterministic, return_attn_probs),
-    )
+    return flash_attn_func(*core.unpacked(qkv), *options, **named)
 
 
 @own_errors
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+@core.with_options_of(flash_attn_func)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """Call `flash_attn_func` with k and v in one tensor, (batch, n_k, 2, heads_k, head_dim)."""
-    k, v = kv.unbind(-3)
-    return flash_attn_func(
-        *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap),
-        *(alibi_slopes, deterministic, return_attn_probs),
-    )
+    return flash_attn_func(q, *kv.unbind(-3), *options, **named)
 
 
 @own_errors
@@ -163,38 +131,25 @@ def flash_attn_varlen_func(
         With `return_attn_probs`, also the LSE, (heads, tokens) in float32, and None.
     """
     core.no_dropout(dropout_p)
-    scores = core.ScoreOptions(
-        softmax_scale, causal, window_size, softcap, deterministic, slopes=alibi_slopes
-    )
+    limits = softmax_scale, causal, window_size, softcap, deterministic
+    scores = core.ScoreOptions(*limits, slopes=alibi_slopes)
     offsets = cu_seqlens_q, cu_seqlens_k
-    out, lse = core.varlen((q, k, v, None), offsets, block_table, (None, None), scores)
+    out, lse = core.varlen((q, k, v), offsets, scores, table=block_table)
     return (out, lse, None) if return_attn_probs else out
 
 
 @own_errors
+@core.with_options_of(flash_attn_func)
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Any:
     """Call `flash_attn_varlen_func` with q, k and v in one tensor, (tokens, 3, heads, head_dim)."""
-    q, k, v = qkv.unbind(-3)
-    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(
-        *(q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap),
-        *(alibi_slopes, deterministic, return_attn_probs),
-    )
+    lengths: Any = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(*qkv.unbind(-3), *lengths, *options, **named)
 
 
 @own_errors
+@core.with_options_of(flash_attn_func)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -202,22 +157,12 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
+    **named: Any,
 ) -> Any:
     """Call `flash_attn_varlen_func` with k and v in one tensor, (tokens, 2, heads_k, head_dim)."""
-    k, v = kv.unbind(-3)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(
-        *(q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap),
-        *(alibi_slopes, deterministic, return_attn_probs),
-    )
+    lengths: Any = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, *kv.unbind(-3), *lengths, *options, **named)
 
 
 @own_errors

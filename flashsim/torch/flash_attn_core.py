@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -42,24 +43,49 @@ class ScoreOptions(NamedTuple):
     descales: tuple[Tensor | None, ...] = ()
 
 
+def with_options_of(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """Show the arguments of `whole` after q, k and v in place of ``*options`` and ``**named``."""
+    shared = [*inspect.signature(whole).parameters.values()][3:]
+
+    def decorated(function: Any) -> Any:
+        signature = inspect.signature(function, eval_str=False)
+        own = [x for x in signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*own, *shared])
+        return function
+
+    return decorated
+
+
+def by_token(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, *, scores: ScoreOptions
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of (batch, n, heads, d) tensors; the LSE is (batch, heads, n_q)."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
+        if name != "qv" or x is not None:
+            check_axes(name, x)
+    of_qv = None if qv is None else qv.transpose(1, 2)
+    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = attend(*by_head, of_qv, scores=scores)
+    return out.transpose(1, 2), lse
+
+
 def varlen(
-    packed: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    packed: tuple[Tensor | None, ...],
     offsets: tuple[Any, Any],
-    table: Tensor | None,
-    used: tuple[Tensor | None, Tensor | None],
     scores: ScoreOptions,
+    *,
+    table: Tensor | None = None,
+    used: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Return packed sequences' output (tokens, heads, d) and LSE (heads, tokens).
 
-    `packed` are q, k, v and qv; `offsets` and `used` are of the queries and of the keys.
+    `packed` are q, k, v and maybe qv; `offsets` and `used` are of the queries and of the keys.
     """
-    q, k, v, qv = packed
-    of_tokens = "(tokens, heads, head_dim)"
-    of_cache = of_tokens if table is None else "(pages, page_size, heads, head_dim)"
-    axes = of_tokens, of_cache, of_cache, of_tokens
-    for name, x, wanted in zip(("q", "k", "v", "qv"), packed, axes, strict=True):
-        if name != "qv" or x is not None:
-            check_axes(name, x, wanted)
+    pairs = zip(("q", "k", "v", "qv"), packed, strict=False)
+    tensors: dict[str, Any] = {n: x for n, x in pairs if n != "qv" or x is not None}
+    tokens, pages = "(tokens, heads, head_dim)", "(pages, page_size, heads, head_dim)"
+    for name, x in tensors.items():
+        check_axes(name, x, pages if table is not None and name in ("k", "v") else tokens)
     of_q, of_k = (offsets_of(f"cu_seqlens_{x}", of) for x, of in zip("qk", offsets, strict=True))
     if len(of_q) != len(of_k):
         raise ShapeError(
@@ -68,22 +94,20 @@ def varlen(
         )
     if table is not None:
         stops = [b - a for a, b in pairwise(of_k)]
-        pools = k.transpose(1, 2), v.transpose(1, 2)
-        k, v = (x[0].transpose(0, 1) for x in decoding.live(*pools, stops, table=table)[:2])
-    tokens = q.shape[0]
-    rows_q, cut_q = _kept_rows(of_q, _used("seqused_q", used[0], of_q), q)
-    rows_k, cut_k = _kept_rows(of_k, _used("seqused_k", used[1], of_k), k)
-    if rows_k is not None:
-        k, v = k.index_select(0, rows_k), v.index_select(0, rows_k)
-    if rows_q is not None:
-        q = q.index_select(0, rows_q)
-        qv = None if qv is None else qv.index_select(0, rows_q)
-    by_head = [None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, qv)]
-    out, lse = attend(*by_head, scores=scores, cuts=(cut_q, cut_k))
+        k, v = (tensors[name].transpose(1, 2) for name in ("k", "v"))
+        k, v, _ = decoding.live(k, v, stops, table=table)
+        tensors |= {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
+    n_q, device = len(tensors["q"]), tensors["q"].device
+    rows_q, cut_q = _kept_rows(of_q, _used("seqused_q", used[0], of_q), device)
+    rows_k, cut_k = _kept_rows(of_k, _used("seqused_k", used[1], of_k), device)
+    for name, x in tensors.items():
+        rows = rows_k if name in ("k", "v") else rows_q
+        tensors[name] = (x if rows is None else x.index_select(0, rows)).transpose(0, 1)[None]
+    out, lse = attend(*tensors.values(), scores=scores, cuts=(cut_q, cut_k))
     out, lse = out[0].transpose(0, 1), lse[0]
     if rows_q is not None:
-        out = out.new_zeros(tokens, *out.shape[1:]).index_copy(0, rows_q, out)
-        whole = lse.new_full((lse.shape[0], tokens), float("-inf"))
+        out = out.new_zeros(n_q, *out.shape[1:]).index_copy(0, rows_q, out)
+        whole = lse.new_full((lse.shape[0], n_q), float("-inf"))
         lse = whole.index_copy(1, rows_q, lse)
     return out, lse
 
@@ -289,13 +313,13 @@ def _signed_window(window: Window, starts: Tensor) -> Callable[..., Any]:
 
 
 def _kept_rows(
-    of: tuple[int, ...], used: Sequence[int] | None, x: Tensor
+    of: tuple[int, ...], used: Sequence[int] | None, device: torch.device
 ) -> tuple[Tensor | None, tuple[int, ...]]:
     """Return the indices of rows in use (None: all rows), and sequence offsets among these rows."""
     if used is None:
         return None, of
     rows = [torch.arange(a, a + n) for a, n in zip(of, used, strict=False)]
-    return torch.cat(rows).to(x.device), tuple(accumulate(used, initial=0))
+    return torch.cat(rows).to(device), tuple(accumulate(used, initial=0))
 
 
 def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | None:
@@ -318,12 +342,6 @@ def offsets_of(name: str, given: Any) -> tuple[int, ...]:
     if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ShapeError(f"{name} must begin at 0 and not decrease, got {values[:8]}")
     return tuple(values)
-
-
-def by_head(name: str, x: Tensor) -> Tensor:
-    """Return a (batch, n, heads, d) tensor as (batch, heads, n, d); raise ShapeError otherwise."""
-    check_axes(name, x)
-    return x.transpose(1, 2)
 
 
 def check_axes(name: str, x: Any, axes: str = "(batch, n, heads, head_dim)") -> None:

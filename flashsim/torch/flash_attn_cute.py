@@ -97,12 +97,9 @@ def flash_attn_func(
         always has a gradient.
     """
     _check_absent(locals())
-    out, lse = core.attend(
-        *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
-        None if qv is None else core.by_head("qv", qv),
-        scores=_scores(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink),
-    )
-    return out.transpose(1, 2), lse if qv is None else lse.transpose(1, 2)
+    scores = _scores(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
+    out, lse = core.by_token(q, k, v, qv, scores=scores)
+    return out, lse if qv is None else lse.transpose(1, 2)
 
 
 @own_errors
@@ -172,7 +169,7 @@ def flash_attn_varlen_func(
         seqused_k = None
     scores = _scores(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
     used = seqused_q, seqused_k
-    out, lse = core.varlen((q, k, v, qv), (of_q, of_k), page_table, used, scores)
+    out, lse = core.varlen((q, k, v, qv), (of_q, of_k), scores, table=page_table, used=used)
     if padded:
         out, lse = out.unflatten(0, padded), lse.unflatten(1, padded).transpose(0, 1)
     return out, lse if qv is None else lse.transpose(-1, -2)

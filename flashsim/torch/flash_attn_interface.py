@@ -71,15 +71,9 @@ def flash_attn_func(
     -------
     Tensor, (batch, n_q, heads, head_dim_v)
     """
-    out, lse = core.attend(
-        *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
-        None if qv is None else core.by_head("qv", qv),
-        scores=core.ScoreOptions(
-            *(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk),
-            descales=(q_descale, k_descale, v_descale),
-        ),
-    )
-    out = out.transpose(1, 2)
+    limits = softmax_scale, causal, window_size, softcap, deterministic, attention_chunk
+    scores = core.ScoreOptions(*limits, descales=(q_descale, k_descale, v_descale))
+    out, lse = core.by_token(q, k, v, qv, scores=scores)
     return (out, lse) if return_attn_probs else out
 
 
@@ -162,12 +156,10 @@ def flash_attn_varlen_func(
     Tensor, (tokens, heads, head_dim_v)
         With `return_attn_probs`, also the LSE, (heads, tokens).
     """
-    scores = core.ScoreOptions(
-        *(softmax_scale, causal, window_size, softcap, deterministic, attention_chunk),
-        descales=(q_descale, k_descale, v_descale),
-    )
+    limits = softmax_scale, causal, window_size, softcap, deterministic, attention_chunk
+    scores = core.ScoreOptions(*limits, descales=(q_descale, k_descale, v_descale))
     offsets, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
-    out, lse = core.varlen((q, k, v, qv), offsets, None, used, scores)
+    out, lse = core.varlen((q, k, v, qv), offsets, scores, used=used)
     return (out, lse) if return_attn_probs else out
 
 
@@ -230,11 +222,8 @@ def flash_attn_with_kvcache(
         *(k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
         *(cache_leftpad, page_table, rotary_interleaved, num_splits, rotary_seqlens),
     )
-    scores = core.ScoreOptions(
-        *(softmax_scale, causal, window_size, softcap),
-        chunk=attention_chunk,
-        descales=(q_descale, k_descale, v_descale),
-    )
+    limits = softmax_scale, causal, window_size, softcap, False, attention_chunk
+    scores = core.ScoreOptions(*limits, descales=(q_descale, k_descale, v_descale))
     if cu_seqlens_q is None and cu_seqlens_k_new is not None:
         raise OptionError("cu_seqlens_k_new= needs cu_seqlens_q= too; pass both")
     if cu_seqlens_q is None:

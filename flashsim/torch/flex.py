@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashsim.errors import MaskError, OptionError, ShapeError, UnsupportedError, shown
+from flashsim.errors import MaskError, OptionError, ShapeError, shown
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import trace_mask, trace_score
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.torch import flex_compiled, ops
-from flashsim.torch.flex_passes import FlexPasses
 from flashsim.torch.functional import check_sinks, default_backend, taken
 
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -113,9 +113,10 @@ def with_functions(
     if score is not None:
         pairs = zip(score.graph.arrays, score.arrays, strict=True)
         wanted = [(a.name, x) for a, x in pairs if isinstance(x, Tensor) and x.requires_grad]
-    names = tuple(name for name, _ in wanted)
-    passes = FlexPasses(score, mask, scale, names, backend, tuple(more.items()), deterministic)
-    return _Flex.apply(*qkv, sinks, passes, *(x for _, x in wanted))
+    told = {"score_mod": score, "mask_mod": mask, "scale": scale, "backend": backend, **more}
+    passes = _Passes(told, sinks is not None, [name for name, _ in wanted], deterministic)
+    given = [] if sinks is None else [sinks]
+    return ops.Attend.apply(passes, *qkv, *given, *(x for _, x in wanted))
 
 
 flex_compiled.compiled.otherwise = uncompiled
@@ -139,61 +140,37 @@ def _compiled(
     return flex_compiled.compiled(*qkv, score, (sinks, mask), scale, {"backend": backend})
 
 
-def _no_vmap(*_: Any) -> NoReturn:
-    """Raise UnsupportedError, because functions of b and h cannot tell mapped entries apart."""
-    raise UnsupportedError(
-        "flashsim.torch.flex_attention does not support torch.vmap or is_grads_batched; "
-        "make the mapped axis part of the batch, or loop over it"
-    )
+@dataclass(frozen=True)
+class _Passes:
+    """Runs the passes of `flex_attention` in eager mode, for `ops.Attend`.
 
+    `told` has the keywords of `flashsim.run` except the sinks. The optional tensors are the sinks,
+    with `sinks`, and the captured arrays that get a gradient, whose names are `wanted`.
+    """
 
-class _Flex(torch.autograd.Function):
-    jvp = staticmethod(ops.no_forward_mode)
-    vmap = staticmethod(_no_vmap)
+    told: dict[str, Any]
+    sinks: bool
+    wanted: list[str]
+    deterministic: bool | None
+    mapped = staticmethod(ops.no_vmap)
 
-    @staticmethod
-    def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, sinks, passes, *_ = given
-        return passes.forward(q, k, v, sinks)
+    @property
+    def moved(self) -> list[bool]:
+        return [True] * (self.sinks + len(self.wanted))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, sinks, passes, *captured = inputs
-        ctx.save_for_backward(q, k, v, sinks, *output, *captured)
-        ctx.passes = passes
-        ctx.set_materialize_grads(False)
+    def _keywords(self, more: Sequence[Tensor]) -> dict[str, Any]:
+        return {**self.told, "sinks": more[0].detach()} if self.sinks else self.told
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        dout, dlse = gradients
-        q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * (5 + len(captured))
-        dout = torch.zeros_like(out) if dout is None else dout
-        if torch._C._functorch.is_legacy_batchedtensor(dout):
-            _no_vmap()
-        dq, dk, dv, *more = _FlexBackward.apply(ctx.passes, dout, dlse, out, lse, q, k, v, sinks)
-        dsinks = None if sinks is None else more.pop(0)
-        return dq, dk, dv, dsinks, None, *more
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.run(q, k, v, **self._keywords(more))
 
-
-class _FlexBackward(torch.autograd.Function):
-    """The backward pass; as a function of its own, it can refuse second derivatives."""
-
-    backward = staticmethod(ops.no_second)
-    jvp = staticmethod(ops.no_forward_mode)
-    vmap = staticmethod(_no_vmap)
-
-    @staticmethod
-    def forward(*given: Any) -> tuple[Tensor, ...]:
-        passes, dout, dlse, out, lse, q, k, v, sinks = given
-        found = passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
-        dq, dk, dv, dsinks, arrays = found
-        return dq, dk, dv, *([] if dsinks is None else [dsinks]), *arrays
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing, because there are no second derivatives."""
+    def backward(self, *tensors: Any) -> list[Tensor]:
+        dout, out, lse, dlse, q, k, v, *more = tensors
+        how = {"deterministic": self.deterministic, "captured": self.wanted}
+        found = ops.run_backward(q, k, v, out, lse, dout, dlse=dlse, **how, **self._keywords(more))
+        dsinks = [found.dsinks.to(more[0].dtype)] if self.sinks else []
+        captured = [found.captured[name] for name in self.wanted]
+        return [found.dq, found.dk, found.dv, *dsinks, *captured]
 
 
 def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:

@@ -14,6 +14,7 @@ from flashsim.api.dispatch import backend_name
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown, shown
 from flashsim.problem import checks
 from flashsim.torch import direct, ops
+from flashsim.torch.ops import Options
 
 ALGORITHMS = ("flash2", "flash2-fused")
 
@@ -85,7 +86,7 @@ def attention(
         call, key = direct.known(q, k, v, asked)
         if call is not None:
             return direct.attend(call, q, k, v, with_lse=return_lse)
-    q, k, v, *given = taken(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
+    q, k, v, *added = taken(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
     scales.refuse(name_of(q.dtype), "flashsim.torch.attention")
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
@@ -103,37 +104,22 @@ def attention(
         if deterministic is not None:
             deterministic = checks.flag("deterministic", deterministic)
     left, right = (-1, -1) if window is None else window
-    question = causal, left, right, softcap, scale, algorithm, deterministic, backend
+    scores = causal, left, right, softcap, scale
+    question = Options(*scores, algorithm, deterministic, backend)
     if key:
         call = direct.first(key, q, k, v, question)
         return direct.attend(call, q, k, v, with_lse=return_lse)
-    if plain and torch.compiler.is_compiling():
-        out, lse = direct.compiled(_expand(q), _expand(k), _expand(v), question)
-    else:
-        out, lse = ops.through(
-            ops.forward,
-            *map(_expand, (q, k, v)),
-            _expand(given[0]) if given else None,
-            _offsets("cu_seqlens_q", cu_seqlens_q),
-            _offsets("cu_seqlens_k", cu_seqlens_k),
-            sinks,
-            **dict(zip(direct.NAMES, question, strict=True)),
-        )
+    optional = {
+        "bias": _expand(added[0]) if added else None,
+        "cu_seqlens_q": _offsets("cu_seqlens_q", cu_seqlens_q),
+        "cu_seqlens_k": _offsets("cu_seqlens_k", cu_seqlens_k),
+        "sinks": sinks,
+    }
+    more = {name: x for name, x in optional.items() if x is not None}
+    given = (*map(_expand, (q, k, v)), *more.values())
+    out, lse = direct.general(ops.OpCall.of(question, [*more]), *given)
     out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
     return (out, lse) if return_lse else out
-
-
-def again(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> Tensor | None:
-    """Return the output of a call that was checked before, or None if it must be checked.
-
-    The output is (batch, n_q, heads, head_dim_v) and contiguous. `asked` has the arguments causal,
-    window, softcap, scale, algorithm, deterministic and backend of `attention`. A layer of a model
-    thus saves Python's handling of keywords and, with few queries, a copy.
-    """
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        return None
-    call, _ = direct.known(q, k, v, asked)
-    return None if call is None else direct.by_token(call, q, k, v)
 
 
 def taken(**tensors: Any) -> list[Tensor]:
@@ -261,12 +247,8 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backward pass, and return the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
-        question = ctx.is_causal, -1, -1, 0.0, None, "flash2", None, default_backend(q)
-        gradients = ops.backward(
-            *(x.unsqueeze(1) for x in (*dout, out, lse)),
-            None,
-            *(x.unsqueeze(1) for x in (q, k, v)),
-            *(None, None, None),
-            **dict(zip(direct.NAMES, question, strict=True)),
-        )
-        return (*(x.squeeze(1) for x in gradients[:3]), None)
+        by = default_backend(q)
+        question = Options(ctx.is_causal, -1, -1, 0.0, None, "flash2", None, by)
+        dout, out, lse, *qkv = (x.unsqueeze(1) for x in (*dout, out, lse, q, k, v))
+        found = ops.gradients(ops.OpCall.of(question), dout, out, lse, None, *qkv)
+        return (*(x.squeeze(1) for x in found), None)

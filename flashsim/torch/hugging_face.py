@@ -24,7 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from flashsim.errors import UnsupportedError
 from flashsim.torch import hugging_face_packed
 from flashsim.torch.decoding import decode
-from flashsim.torch.functional import again, attention
+from flashsim.torch.functional import attention
+from flashsim.torch.layers import Layers
 from flashsim.torch.masks import has_values
 
 #: Queries of a call that decodes.
@@ -76,6 +77,7 @@ class Band:
     starts, stops : where each sequence's keys begin and end, int32 (batch,), for `decode` of few
         queries without padding; nothing is packed then, and `keys` may be None for a static cache
     plain : True if there is no padding, and no limits that differ between sequences
+    layers : runs the calls of the layers that get this `Band`; None in compiled code
     whole : returns the mask as a boolean tensor, for a model that reshapes or slices its mask
     """
 
@@ -87,6 +89,7 @@ class Band:
     starts: Tensor | None = None
     stops: Tensor | None = None
     plain: bool = field(init=False)
+    layers: Layers | None = field(init=False)
 
     # For a static cache, `generate` makes the mask itself and passes it to the model, which passes
     # it back to `mask` if it looks like a mask of four axes.
@@ -96,6 +99,8 @@ class Band:
         """Note whether the band has no padding, and no limits that differ between sequences."""
         plain = self.keys is self.queries is self.starts is self.stops is None
         object.__setattr__(self, "plain", plain)
+        repeats = plain and not torch.compiler.is_compiling()
+        object.__setattr__(self, "layers", Layers() if repeats else None)
 
     def contiguous(self) -> Band:
         """Return this `Band` itself, unchanged."""
@@ -169,22 +174,19 @@ def mask(
     """
     if isinstance(attention_mask, Band):
         return attention_mask
-    whole = partial(
-        masking_utils.sdpa_mask,
-        **{
-            **rest,
-            "batch_size": batch_size,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "mask_function": mask_function,
-            "attention_mask": attention_mask,
-            "local_size": local_size,
-            "allow_is_causal_skip": False,
-            "allow_is_bidirectional_skip": False,
-        },
-    )
+    given = {
+        **rest,
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "local_size": local_size,
+        "allow_is_causal_skip": False,
+        "allow_is_bidirectional_skip": False,
+    }
     known = None
     # Then nothing may depend on numbers.
     tracing = torch.compiler.is_compiling() or not _readable(attention_mask, q_offset)
@@ -192,43 +194,54 @@ def mask(
         known = _band(mask_function, local_size)
     if known is not None:
         start = int(q_offset) - kv_offset  # the queries' positions among the keys
-        if not _wanted_whole(known, rest, start, q_length, kv_length):
-            keys = _no_padding(attention_mask, kv_length, kv_offset)
-            given = known, keys, start, q_length, kv_length
+        if not _wanted_whole(known[0], rest, start, q_length, kv_length):
+            # A cache may move its own offset on before the model asks.
+            given["q_offset"] = start + kv_offset
+            whole = partial(masking_utils.sdpa_mask, **given)
+            keys = _kept(attention_mask, kv_length, kv_offset)
+            about = *known, keys, start, q_length, kv_length, whole
             band = None
             if not rest.get("allow_is_causal_skip", True):  # torch.compile may take this cache
-                band = _live(*given, batch_size, rest.get("device"))
-            band = _narrowed(*given) if band is None else band
+                band = _live(*about, batch_size, rest.get("device"))
+            band = _narrowed(*about) if band is None else band
             if band is not None:
-                # A cache may move its own offset on before the model asks.
-                return replace(band, whole=partial(whole, q_offset=start + kv_offset))
-    return whole()
+                return band
+    spelled: Tensor = masking_utils.sdpa_mask(**given)
+    return spelled
 
 
-def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
+def _wanted_whole(causal: bool, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
     """Return True if a model requests the mask as a tensor, in order to read the mask itself."""
-    skip = f"allow_is_{'causal' if band.causal else 'bidirectional'}_skip"
+    skip = "allow_is_causal_skip" if causal else "allow_is_bidirectional_skip"
     return not rest.get(skip, True) and not (n_q == 1 and start + 1 <= n_kv)
 
 
 def _readable(*given: Any) -> bool:
-    return all(has_values(x) for x in given if isinstance(x, Tensor))
+    return all([has_values(x) for x in given if isinstance(x, Tensor)])
 
 
 def _live(
-    band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int, batch: int, device: Any
+    causal: bool,
+    window: tuple[int, int] | None,
+    keys: Tensor | None,
+    start: int,
+    n_q: int,
+    n_kv: int,
+    whole: Callable[[], Tensor],
+    batch: int,
+    device: Any,
 ) -> Band | None:
     """Return the `Band` of a decoding step with a static cache; None if padding prevents a `Band`.
 
     The `Band` has the same attributes for every token, so torch never recompiles the code.
     """
-    end, window = start + n_q, band.window
-    if n_q > FEW or end > n_kv or not band.causal:
+    end = start + n_q
+    if n_q > FEW or end > n_kv or not causal:
         return None
     if keys is None:
         starts = torch.zeros(batch, dtype=torch.int32, device=device)
     else:
-        kept = keys[:, :end]
+        kept = keys[:, :end].bool()
         starts = kept.int().argmax(1)
         gaps = kept.sum(1).add_(starts).ne(end).any()
         if any(torch.stack([gaps, starts.max() > start]).tolist()):  # the only wait for a GPU
@@ -236,31 +249,40 @@ def _live(
         starts = starts.int()
     if window is not None and n_kv <= window[0] + 1:
         window = None
-    return Band(True, window, starts=starts, stops=torch.full_like(starts, end))
+    return Band(True, window, whole=whole, starts=starts, stops=torch.full_like(starts, end))
 
 
-def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) -> Band | None:
+def _narrowed(
+    causal: bool,
+    window: tuple[int, int] | None,
+    keys: Tensor | None,
+    start: int,
+    n_q: int,
+    n_kv: int,
+    whole: Callable[[], Tensor],
+) -> Band | None:
     """Return the `Band` for these queries and keys, or None if the mask is not a band."""
-    end, window = start + n_q, band.window
+    end = start + n_q
     if window is not None and n_kv <= window[0] + 1:
         window = None
-    if band.causal and end < n_kv:  # a cache with free space at its end, which no query sees
-        if keys is None:
-            keys = torch.ones(1, n_kv, dtype=torch.bool)
-        keys = keys & (torch.arange(n_kv, device=keys.device) < end)
-    elif end != n_kv and (band.causal or window is not None):
+    if causal and end < n_kv:  # a cache with free space at its end, which no query sees
+        kept = torch.ones(1, n_kv, dtype=torch.bool) if keys is None else keys.bool()
+        kept = kept & (torch.arange(n_kv, device=kept.device) < end)
+    elif end != n_kv and (causal or window is not None):
         return None
-    if keys is None or keys.all():
-        return Band(band.causal, window)
-    if window is not None and _has_gaps(keys):  # removing padding would shorten distances
+    elif keys is None or keys.all():  # without a conversion, which is a launch per token
+        return Band(causal, window, whole=whole)
+    else:
+        kept = keys.bool()
+    if window is not None and _has_gaps(kept):  # removing padding would shorten distances
         return None
-    if not band.causal and window is None:
-        return Band(False, None, keys)
-    queries, live = keys[:, start:end], {}
-    if n_q <= FEW and bool(queries.all()) and not _has_gaps(keys):
-        stops = torch.full((len(keys),), end, dtype=torch.int32, device=keys.device)
-        live = {"starts": keys.int().argmax(1).int(), "stops": stops}
-    return Band(band.causal, window, keys, queries, **live)
+    if not causal and window is None:
+        return Band(False, None, kept, whole=whole)
+    queries, live = kept[:, start:end], {}
+    if n_q <= FEW and bool(queries.all()) and not _has_gaps(kept):
+        stops = torch.full((len(kept),), end, dtype=torch.int32, device=kept.device)
+        live = {"starts": kept.int().argmax(1).int(), "stops": stops}
+    return Band(causal, window, kept, queries, whole, **live)
 
 
 def _has_gaps(keys: Tensor) -> bool:
@@ -268,27 +290,29 @@ def _has_gaps(keys: Tensor) -> bool:
     return bool((keys[:, 1:] & ~keys[:, :-1]).sum(1).add(keys[:, 0]).gt(1).any())
 
 
-def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Tensor | None:
-    """Return booleans (batch, n_kv): True for keys that are not padding; None without a mask."""
-    if attention_mask is None:
-        return None
+def _kept(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Tensor | None:
+    """Return numbers (batch, n_kv) that are 0 for padding; None without a mask."""
+    if attention_mask is None or (kv_offset == 0 and attention_mask.shape[-1] == n_kv):
+        return attention_mask
     padded: Any = masking_utils.prepare_padding_mask(attention_mask, n_kv, kv_offset)
-    return padded[:, kv_offset : kv_offset + n_kv].bool()
+    return padded[:, kv_offset : kv_offset + n_kv]
 
 
-def _band(mask_function: Callable[..., Any], size: int | None) -> Band | None:
-    """Return the `Band` that describes a transformers mask function, or None if no `Band` does."""
+def _band(
+    mask_function: Callable[..., Any], size: int | None
+) -> tuple[bool, tuple[int, int] | None] | None:
+    """Return a `Band`'s `causal` and `window` for transformers' mask function, or None."""
     if mask_function is masking_utils.causal_mask_function:
-        return Band(causal=True)
+        return True, None
     if mask_function is masking_utils.bidirectional_mask_function:
-        return Band(causal=False)
+        return False, None
     if size is None or torch.compiler.is_compiling():
         return None
     if _same(mask_function, masking_utils.sliding_window_causal_mask_function(size)):
-        return Band(causal=True, window=(size - 1, 0))
+        return True, (size - 1, 0)
     both_sides = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
     if both_sides is not None and _same(mask_function, both_sides(size)):
-        return Band(causal=False, window=(size, size))
+        return False, (size, size)
     return None
 
 
@@ -333,7 +357,8 @@ def attend(
         causal, window = attention_mask.causal, attention_mask.window
         ordered = torch.are_deterministic_algorithms_enabled()
         asked = causal, window, softcap or 0.0, scaling, "flash2", ordered, None
-        out = again(query, key, value, asked)
+        layers = attention_mask.layers
+        out = None if layers is None else layers(query, key, value, asked)
         if out is None:
             out = attention(
                 *(query, key, value),

@@ -1,30 +1,148 @@
 """The torch operators ``flashsim::attention`` and ``flashsim::attention_backward``.
 
-The operators' tensors are (batch, heads, n, head_dim); `functional` supports other shapes. The
-functions `*_shapes` return the results' shapes, for torch.compile, the meta device and fake
-tensors.
+The operators' tensors are (batch, heads, n, head_dim); `functional` supports other shapes. The list
+`more` has the optional tensors: a bias, offsets, sinks, and arrays that functions capture. All
+options except softcap and scale are one string, because torch dispatches an operator with few
+arguments quickly. ``flashsim::attention_without_gradient`` has no gradient, so torch does not look
+for one; the search takes as long as a launch. `direct` computes the operators' results.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NoReturn
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from flashsim.api import execution, inputs
 from flashsim.errors import UnsupportedError
+from flashsim.functions.builder import graph_of
+from flashsim.functions.graph import Graph
+from flashsim.functions.tracing import Traced
 
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? sinks=None"
+LIBRARY = torch.library.Library("flashsim", "FRAGMENT")
+_GIVEN = "Tensor q, Tensor k, Tensor v, Tensor[] more, float softcap, float? scale, str text"
+for _name in ("attention", "attention_without_gradient"):
+    LIBRARY.define(f"{_name}({_GIVEN}) -> (Tensor out, Tensor lse)")
+LIBRARY.define(
+    f"attention_backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_GIVEN}) -> Tensor[]"
 )
-_QUESTION = (
-    "bool causal, int window_left, int window_right, float softcap, float? scale, str algorithm, "
-    "bool? deterministic, str backend"
-)
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+class Options(NamedTuple):
+    """The options of an attention call, without the tensors."""
+
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    scale: float | None
+    algorithm: str
+    deterministic: bool | None
+    backend: str
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords of `flashsim.run`, and `deterministic`."""
+        told = self._asdict()
+        return {"window": (told.pop("window_left"), told.pop("window_right")), **told}
+
+
+class Heard(NamedTuple):
+    """What the text of an operator says: the options, the names of `more`, graphs of functions."""
+
+    options: tuple[Any, ...]
+    names: tuple[str, ...]
+    functions: dict[str, Graph]
+    #: The tensors of `more` with a gradient: their names in `flashsim.backward`'s results.
+    moved: dict[str, str]
+
+    def question(self, softcap: float, scale: float | None) -> Options:
+        """Return all options of the call."""
+        causal, left, right, *rest = self.options
+        return Options(causal, left, right, softcap, scale, *rest)
+
+
+_WORDS = {"True": True, "False": False, "None": None}
+
+
+@lru_cache(maxsize=1024)
+def heard(text: str) -> Heard:
+    """Return what an `OpCall`'s text says."""
+    causal, left, right, algorithm, deterministic, by, names, functions = text.split(" ", 7)
+    options = _WORDS[causal], int(left), int(right), algorithm, _WORDS[deterministic], by
+    asked = json.loads(functions or "{}")
+    wanted = asked.pop("wanted", ())
+    graphs = {name: graph_of(entry) for name, entry in asked.items()}
+    moved = {"bias": "dbias", "sinks": "dsinks"}
+    moved |= {f"score_mod.{n}": graphs["score_mod"].arrays[n].name for n in wanted}
+    listed = tuple(names.split(",")) if names else ()
+    moved = {name: moved[name] for name in listed if name in moved}
+    return Heard(options, listed, graphs, moved)
+
+
+class OpCall(NamedTuple):
+    """A call's arguments after the tensors; the methods run the operators with them."""
+
+    softcap: float
+    scale: float | None
+    text: str
+
+    @classmethod
+    def of(cls, question: Options, names: Sequence[str] = (), functions: str = "") -> OpCall:
+        """Return the arguments for options, the names of `more`, and JSON of traced functions."""
+        causal, left, right, softcap, scale, *rest = question
+        words = " ".join(map(str, (causal, left, right, *rest)))
+        return cls(softcap, scale, f"{words} {','.join(names)} {functions}")
+
+    @property
+    def question(self) -> Options:
+        """Return the call's options."""
+        return heard(self.text).question(self.softcap, self.scale)
+
+    @property
+    def moved(self) -> list[bool]:
+        """Return for each tensor of `more` whether it has a gradient."""
+        said = heard(self.text)
+        return [name in said.moved for name in said.names]
+
+    def keywords(self, more: Sequence[Tensor]) -> dict[str, Any]:
+        """Return `flashsim.run`'s keywords, and `deterministic`."""
+        said, told = heard(self.text), self.question.keywords()
+        tensors = dict(zip(said.names, more, strict=True))
+        for name, graph in said.functions.items():
+            arrays = (tensors.pop(f"{name}.{n}").detach() for n in range(len(graph.arrays)))
+            told[name] = Traced(graph, tuple(arrays))
+        offsets = "cu_seqlens_q", "cu_seqlens_k"
+        return told | {n: x if n in offsets else readable(x) for n, x in tensors.items()}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q)."""
+        tensors, run = (q, k, v, *more), torch.ops.flashsim.attention_without_gradient.default
+        if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
+            run = torch.ops.flashsim.attention.default
+        return run(q, k, v, [*more], *self)
+
+    def backward(self, *tensors: Any) -> list[Tensor]:
+        """Return dq, dk, dv and the gradients of those tensors of `more` that have one.
+
+        `tensors` are dout, out, lse, dlse or None, q, k, v and those of `more`.
+        """
+        run = torch.ops.flashsim.attention_backward.default
+        return run(*tensors[:7], [*tensors[7:]], *self)
+
+    def mapped(self, back: bool, info: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> Any:
+        """Run a pass under torch.vmap: `folded`."""
+        run = partial(gradients if back else attend, self)
+        return folded(run, heard(self.text), info, dims, tensors)
+
+
+# -- engines --------------------------------------------------------------------------------------
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, **told: Any) -> tuple[Tensor, Tensor]:
@@ -39,49 +157,6 @@ def run_backward(*tensors: Tensor, dlse: Tensor | None = None, **told: Any) -> A
     return execution.backward(*map(readable, tensors), dlse=dlse, **told)
 
 
-@torch.library.custom_op(
-    "flashsim::attention",
-    mutates_args=(),
-    schema=f"({_INPUTS}, *, {_QUESTION}) -> (Tensor out, Tensor lse)",
-)
-def forward(*tensors: Any, deterministic: bool | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q) of `flashsim.run`."""
-    q, k, v, *more = tensors
-    return run(q, k, v, **_given(*more), **keywords(**question))
-
-
-@torch.library.custom_op(
-    "flashsim::attention_backward",
-    mutates_args=(),
-    schema=(
-        f"(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_INPUTS}, *, {_QUESTION}) "
-        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
-    ),
-)
-def backward(*tensors: Any, **question: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `flashsim.backward`; return dq, dk, dv, dbias and dsinks (empty if not computed)."""
-    dout, out, lse, dlse, q, k, v, *more = tensors
-    given, told = _given(*more), keywords(**question)
-    gradients = run_backward(q, k, v, out, lse, dout, dlse=dlse, **given, **told)
-    dbias = q.new_empty(0) if given["bias"] is None else gradients.dbias
-    dsinks = q.new_empty(0) if given["sinks"] is None else gradients.dsinks.to(more[3].dtype)
-    return gradients.dq, gradients.dk, gradients.dv, dbias, dsinks
-
-
-def _given(bias: Any, of_q: Any, of_k: Any, sinks: Tensor | None = None) -> dict[str, Any]:
-    """Return `flashsim.run`'s keywords for all of the operator's tensors except q, k and v."""
-    return {
-        **{"cu_seqlens_q": of_q, "cu_seqlens_k": of_k},
-        "bias": None if bias is None else readable(bias),
-        "sinks": None if sinks is None else readable(sinks),
-    }
-
-
-def keywords(*, window_left: int, window_right: int, **question: Any) -> dict[str, Any]:
-    """Convert an operator's keywords to `flashsim.run`'s: two window limits become one pair."""
-    return {"window": (window_left, window_right), **question}
-
-
 def readable(x: Tensor) -> Tensor:
     """Copy a tensor whose last axis is not contiguous, or that is broadcast or lazily negated."""
     x = x.detach().resolve_neg()
@@ -90,22 +165,23 @@ def readable(x: Tensor) -> Tensor:
 
 # -- shapes ---------------------------------------------------------------------------------------
 
-_CHECKED_LATER = {"algorithm", "deterministic", "backend"}
 
-
-@forward.register_fake
-def forward_shapes(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, cu_seqlens_q: Any, *_: Any, **told: Any
-) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake("flashsim::attention", lib=LIBRARY)
+@torch.library.register_fake("flashsim::attention_without_gradient", lib=LIBRARY)
+def _shapes(q: Tensor, k: Tensor, v: Tensor, more: Any, *asked: Any) -> tuple[Tensor, Tensor]:
     """Return empty tensors shaped like the results; raise the same errors as a real run.
 
     Offsets and a compiler's symbolic sizes have no values yet; the operator checks both at run
     time.
     """
-    if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
-        told = {name: told[name] for name in told.keys() - _CHECKED_LATER}
-        request = inputs.Request(**keywords(**told))
-        inputs.prepare(q, k, v, request, bias=bias, may_be_empty=True)
+    call = OpCall(*asked)
+    said = heard(call.text)
+    sized = all(type(n) is int for x in (q, k, v) for n in x.shape)
+    if sized and not said.functions and "cu_seqlens_q" not in said.names:
+        told = call.question.keywords()
+        scores = {name: told[name] for name in ("causal", "window", "softcap", "scale")}
+        bias = dict(zip(said.names, more, strict=True)).get("bias")
+        inputs.prepare(q, k, v, inputs.Request(**scores), bias=bias, may_be_empty=True)
     return empty_results(q, v)
 
 
@@ -115,39 +191,37 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
 
 
-@backward.register_fake
-def backward_shapes(*tensors: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return empty tensors shaped like the gradients."""
-    q, k, v, bias, _, _, sinks = _all(tensors)[4:]
-    more = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias, sinks))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *more
-
-
-def _all(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the tensors of an operator with the sinks last, which a caller may leave out."""
-    complete = len(tensors) in (7, 11)  # of the forward and of the backward operator
-    return tuple(tensors) if complete else (*tensors, None)
+@torch.library.register_fake("flashsim::attention_backward", lib=LIBRARY)
+def _gradient_shapes(*given: Any) -> list[Tensor]:
+    *qkv, more = given[4:8]
+    moved = [x for x, moves in zip(more, OpCall(*given[8:]).moved, strict=True) if moves]
+    return [x.new_empty(x.shape) for x in (*qkv, *moved)]
 
 
 # -- gradient -------------------------------------------------------------------------------------
 
 
-def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: Any) -> None:
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     """Save inputs, out and the LSE (one number per row) for the backward pass."""
-    out, lse = output
-    ctx.save_for_backward(out, lse, *inputs)
-    ctx.question = keyword_only_inputs
+    q, k, v, more, *asked = inputs
+    ctx.save_for_backward(*output, q, k, v, *more)
+    ctx.call = OpCall(*asked)
     ctx.set_materialize_grads(False)  # the LSE usually has no gradient, so nothing is read
 
 
-def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *inputs = ctx.saved_tensors
+def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    dq, dk, dv, *more = _pulled_back(ctx, dout, dlse)
+    return dq, dk, dv, more, None, None, None
+
+
+def _pulled_back(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> list[Tensor | None]:
+    """Return the gradients of q, k, v and each tensor of `more`, or None."""
+    out, lse, *tensors = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * len(inputs)
+        return [None] * len(tensors)
     dout = torch.zeros_like(out) if dout is None else dout
-    *gradients, dbias, dsinks = through(backward, dout, out, lse, dlse, *inputs, **ctx.question)
-    given = zip((dbias, None, None, dsinks), inputs[3:], strict=True)
-    return (*gradients, *(None if x is None else g for g, x in given))
+    found = iter(gradients(ctx.call, dout, out, lse, dlse, *tensors))
+    return [next(found) if moves else None for moves in (True, True, True, *ctx.call.moved)]
 
 
 def no_second(ctx: Any, *_: Any) -> NoReturn:
@@ -159,8 +233,8 @@ def no_second(ctx: Any, *_: Any) -> NoReturn:
     )
 
 
-forward.register_autograd(_gradient, setup_context=_keep)
-backward.register_autograd(no_second)
+torch.library.register_autograd("flashsim::attention", _gradient, setup_context=_keep, lib=LIBRARY)
+torch.library.register_autograd("flashsim::attention_backward", no_second, lib=LIBRARY)
 
 
 def no_forward_mode(*_: Any) -> NoReturn:
@@ -175,11 +249,36 @@ def no_forward_mode(*_: Any) -> NoReturn:
 # -- torch.func, which takes an autograd.Function but no operator's formula ------------------------
 
 
-def through(operator: Callable[..., Any], *tensors: Any, **question: Any) -> tuple[Tensor, ...]:
-    """Run `forward` or `backward`, with support for torch.func, which the operators lack."""
-    if transformed():
-        return _Transformed.apply(*tensors, operator, question)
-    return operator(*tensors, **question)
+def attend(call: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the forward pass of an `OpCall` on 4-D tensors, with support for torch.func."""
+    return Attend.apply(call, *tensors) if transformed() else call.forward(*tensors)
+
+
+def gradients(call: Any, *tensors: Tensor | None) -> Sequence[Tensor]:
+    """Run the backward pass of an `OpCall`, with support for torch.func; see `OpCall.backward`."""
+    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors):
+        return _one_by_one(call, tensors)
+    refuses = type(call) is OpCall or not torch.is_grad_enabled()  # second derivatives, or has none
+    run = call.backward if refuses and not transformed() else partial(_Gradients.apply, call)
+    return run(*tensors)
+
+
+def _one_by_one(call: Any, tensors: Sequence[Any]) -> list[Tensor]:
+    """Run the backward pass for each gradient of ``torch.autograd.grad(is_grads_batched=True)``."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    opened = [
+        torch._remove_batch_dim(x, level, 1, 0) if x is not None and batched(x) else x
+        for x in tensors
+    ]
+    mapped = [x is not y for x, y in zip(opened, tensors, strict=True)]
+    found = [
+        gradients(call, *(x[n] if of else x for x, of in zip(opened, mapped, strict=True)))
+        for n in range(len(opened[mapped.index(True)]))
+    ]
+    stacked = map(torch.stack, zip(*found, strict=True))
+    return [torch._add_batch_dim(x, 0, level) for x in stacked]
 
 
 def transformed() -> bool:
@@ -190,73 +289,99 @@ def transformed() -> bool:
     return forward_mode or torch._C._are_functorch_transforms_active()
 
 
-class _Transformed(torch.autograd.Function):
+class Attend(torch.autograd.Function):
+    """Runs the passes of an `OpCall`, or of an object with the same methods, as one function."""
+
     jvp = staticmethod(no_forward_mode)
 
     @staticmethod
-    def forward(*given: Any) -> tuple[Tensor, ...]:
-        *tensors, operator, question = given
-        return operator(*tensors, **question)
+    def forward(call: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out and the LSE."""
+        return call.forward(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, operator, question = inputs
-        ctx.of_forward = operator is forward
-        if ctx.of_forward:
-            _keep(ctx, tensors, question, output)
+        """Save inputs, out and the LSE."""
+        ctx.call, *tensors = inputs
+        ctx.save_for_backward(*output, *tensors)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        if not ctx.of_forward:
-            no_second(ctx)
-        return (*_gradient(ctx, *gradients), None, None)
+    def backward(ctx: Any, *of: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the tensors."""
+        return None, *_pulled_back(ctx, *of)
 
     @staticmethod
-    def vmap(info: Any, dims: Any, *given: Any) -> Any:
-        *tensors, operator, question = given
-        return folded(partial(through, operator), info, dims, *tensors, **question)
+    def vmap(info: Any, dims: Any, call: Any, *tensors: Any) -> Any:
+        """Run the forward pass for each entry of a mapped axis."""
+        return call.mapped(False, info, dims[1:], tensors)
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass; as a function of its own, it can refuse second derivatives."""
+
+    backward = staticmethod(no_second)
+    jvp = staticmethod(no_forward_mode)
+
+    @staticmethod
+    def forward(call: Any, *tensors: Any) -> tuple[Tensor, ...]:
+        return tuple(call.backward(*tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save nothing, because there are no second derivatives."""
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, call: Any, *tensors: Any) -> Any:
+        return call.mapped(True, info, dims[1:], tensors)
 
 
 # -- vmap: one more axis of independent problems is a larger batch ---------------------------------
 
 
 def folded(
-    function: Callable[..., Any], info: Any, dims: Sequence[Any], *tensors: Any, **question: Any
+    function: Callable[..., Any], said: Heard, info: Any, dims: Sequence[Any], tensors: Any
 ) -> Any:
-    """Run one of the operators under torch.vmap, with the mapped axis in the batch.
+    """Run a pass under torch.vmap, with the mapped axis in the batch.
 
     With sinks, `function` runs once per mapped entry, because all entries of a batch share sinks.
-    The backward operator returns one dbias per mapped entry.
+    The backward pass returns one gradient of the bias per mapped entry.
     """
-    *dense, bias, of_q, of_k, sinks = _all(tensors)
-    if of_q is not None or of_k is not None:
+    if said.functions:
+        no_vmap()
+    if "cu_seqlens_q" in said.names:
         raise UnsupportedError(
             "torch.vmap cannot map packed sequences, because cu_seqlens already packs a batch "
             "into one sequence; pack the mapped sequences too, or loop over them"
         )
-    if sinks is not None:
-        return _one_by_one(function, info, dims, *tensors, **question)
-    size, dim, shared = info.batch_size, dims[len(dense)], False
-    pairs = zip(dense, dims, strict=False)
-    dense = [x if x is None else _fold(x, axis, size) for x, axis in pairs]
-    if bias is not None:
-        bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
+    size, pairs = info.batch_size, [*zip(tensors, dims, strict=True)]
+    if "sinks" in said.names:
+        entries = ([x if d is None else x.select(d, n) for x, d in pairs] for n in range(size))
+        found = [function(*entry) for entry in entries]
+        return _all_mapped(map(torch.stack, zip(*found, strict=True)))
+    given: list[Any] = [x if x is None else _fold(x, dim, size) for x, dim in pairs]
+    shared = False
+    if said.names:
+        bias, batch = _unfold(given[-1], size), len(given[0]) // size
         shared = bias.shape[1] == 1
-        bias = bias.expand(size, len(dense[0]) // size, *bias.shape[2:]).flatten(0, 1)
-    found = function(*dense, bias, None, None, **question)
-    unfolded = [_unfold(x, size) for x in found[:3]]
-    if len(found) == 2:  # out and the LSE
-        return tuple(unfolded), (0, 0)
-    dbias, dsinks = found[3:]
-    if bias is None:
-        return (*unfolded, dbias, dsinks), (0, 0, 0, None, None)
-    dbias = _unfold(dbias, size)
-    dbias = dbias.sum(1, keepdim=True) if shared else dbias
-    return (*unfolded, dbias, dsinks), (0, 0, 0, 0, None)
+        given[-1] = bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
+    results = [_unfold(x, size) for x in function(*given)]
+    if shared and len(results) > 2:  # the gradient of the bias is the last one
+        results[-1] = results[-1].sum(1, keepdim=True)
+    return _all_mapped(results)
 
 
-forward.register_vmap(partial(folded, forward))
-backward.register_vmap(partial(folded, backward))
+def no_vmap(*_: Any) -> NoReturn:
+    """Raise UnsupportedError, because functions of b and h cannot tell mapped entries apart."""
+    raise UnsupportedError(
+        "flashsim.torch.flex_attention does not support torch.vmap; make the mapped axis part of "
+        "the batch, or loop over it"
+    )
+
+
+def _all_mapped(results: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    results = tuple(results)
+    return results, (0,) * len(results)
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
@@ -265,20 +390,19 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.flatten(0, 1)
 
 
-def _one_by_one(
-    function: Callable[..., Any], info: Any, dims: Any, *tensors: Any, **question: Any
-) -> Any:
-    """Run `function` for each entry of the axis that torch.vmap maps, and stack the results."""
-
-    def entry(n: int) -> list[Tensor | None]:
-        axes = (*dims, *(None,) * len(tensors))  # dims may be of more or fewer arguments
-        pairs = zip(tensors, axes, strict=False)
-        return [x if axis is None else x.select(axis, n) for x, axis in pairs]
-
-    found = [function(*entry(n), **question) for n in range(info.batch_size)]
-    stacked = tuple(map(torch.stack, zip(*found, strict=True)))
-    return stacked, (0,) * len(stacked)
-
-
 def _unfold(x: Tensor, size: int) -> Tensor:
     return x.unflatten(0, (size, len(x) // size))
+
+
+@torch.library.register_vmap("flashsim::attention", lib=LIBRARY)
+@torch.library.register_vmap("flashsim::attention_without_gradient", lib=LIBRARY)
+def _mapped(info: Any, dims: Any, q: Tensor, k: Tensor, v: Tensor, more: Any, *asked: Any) -> Any:
+    call, axes = OpCall(*asked), [*dims[:3], *(dims[3] or ())]
+    return folded(call.forward, heard(call.text), info, axes, (q, k, v, *more))
+
+
+@torch.library.register_vmap("flashsim::attention_backward", lib=LIBRARY)
+def _backward_mapped(info: Any, dims: Any, *given: Any) -> Any:
+    call, axes = OpCall(*given[8:]), [*dims[:7], *(dims[7] or ())]
+    found = folded(call.backward, heard(call.text), info, axes, (*given[:7], *given[7]))
+    return tuple(map(list, found))

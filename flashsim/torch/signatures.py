@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention as flex
 
 from flashsim.torch.calls import AttentionCall, Extents
 from flashsim.torch.masks import READ, Pattern, added, diagonal, has_values, read
+from flashsim.torch.ops import OpCall, heard
 
 Arguments = dict[str, Any]
 Reader = Callable[[Arguments], AttentionCall]
@@ -218,33 +219,26 @@ OURS = "flashsim.torch.attention"
 
 
 def _ours(a: Arguments) -> AttentionCall:
-    """Read the arguments of `flashsim.torch.attention`, shaped (batch, heads, n, d)."""
-    q, v, bias = a["q"], a["v"], a.get("bias")
-    notes: list[str] = []
-    cu_q, cu_k = (_offsets(a.get(f"cu_seqlens_{side}"), notes) for side in "qk")
+    """Read the operator of `flashsim.torch.attention`, whose tensors are (batch, heads, n, d)."""
+    q, v, call = a["q"], a["v"], OpCall(a["softcap"], a["scale"], a["text"])
+    asked, notes = call.question, list[str]()
+    more = dict(zip(heard(call.text).names, a["more"], strict=True))
+    bias = more.get("bias")
+    cu_q, cu_k = (_offsets(more.get(f"cu_seqlens_{side}"), notes) for side in "qk")
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = q.shape, v.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v, offsets=(cu_q, cu_k))
-    causal = bool(a["causal"])
     return AttentionCall(
         *("", OURS, sizes, dtype_of(q), device_of(q)),
         pattern=Pattern(
-            causal=causal,
-            window=_window(a["window_left"], a["window_right"], causal),
+            causal=asked.causal,
+            window=_window(asked.window_left, asked.window_right, asked.causal),
             bias=None if bias is None else tuple(bias.shape[:2]),
-            sinks=a.get("sinks") is not None,
+            sinks="sinks" in more,
         ),
-        scale=a["scale"],
-        softcap=a["softcap"],
+        scale=call.scale,
+        softcap=call.softcap,
         notes=notes,
     )
-
-
-def _ours_compiled(a: Arguments) -> AttentionCall:
-    """Read the arguments of the operators that `flashsim.torch.attention` is compiled to."""
-    from flashsim.torch import direct
-
-    asked = direct.told(a["softcap"], a["scale"], a["question"])
-    return _ours({"q": a["q"], "k": a["k"], "v": a["v"], **asked})
 
 
 _FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options")
@@ -360,8 +354,7 @@ _READERS: dict[str, Reader] = {
     "flash_attn::_flash_attn_varlen_forward": _flash,
     "flash_attn_3::_flash_attn_forward": _flash,
     "flashsim::attention": _ours,
-    "flashsim::attend": _ours_compiled,
-    "flashsim::attend_without_gradient": _ours_compiled,
+    "flashsim::attention_without_gradient": _ours,
     "flex_attention": _flex,
     "aten::_native_multi_head_attention": _fused_layer,
     "aten::_transformer_encoder_layer_fwd": _fused_layer,

@@ -254,6 +254,79 @@ def test_a_decoder_reads_the_strides_and_the_length_of_each_call(splits, launche
             assert np.array_equal(decoder.output(*given).x, out.x), name
             assert np.array_equal(decoder.by_token(*given).x, out.x.swapaxes(1, 2)), name
             assert np.array_equal(lse.x, kept), "an LSE that a caller holds"
+            # Numbers at other addresses, between calls of another layout that use the same buffer.
+            again = decoder.repeated(*given)
+            x = case.make(seed + 10)
+            others = [Strided(layout(x[name])) for name in "qkv"]
+            for those in (others, others, given):
+                found = again(*those)
+                assert np.array_equal(found.x, decoder.output(*those).x.swapaxes(1, 2)), name
+
+
+def repeatable(n, layout="contiguous"):
+    """A decoder of 50 keys that has not been called, and inputs of n keys."""
+    problem = Problem(1, 50, 64, heads=2, kv_heads=1, dtype="bfloat16")
+    x = Case(replace(problem, n_kv=n), (n,)).make()
+    decoder = decode.Decoder(Tensors(), problem, H200, 0, 2)
+    return decoder, [Strided(LAYOUTS[layout](x[name])) for name in "qkv"]
+
+
+@needs_gcc
+def test_repeated_calls_of_several_kinds_by_turns(launches):
+    """All fill the same buffer: of two lengths and layouts, and between calls by themselves."""
+    decoder, first = repeatable(50)
+    kinds = [
+        first,
+        repeatable(37)[1],
+        repeatable(50, layout="the end of a larger cache")[1],
+        repeatable(50)[1],
+    ]
+    found = []
+    for given in kinds:
+        wanted = decoder.by_token(*given).x
+        found.append((decoder.repeated(*given), given, wanted))
+    for n in (0, 1, 0, 2, 3, 1, 2):
+        again, given, wanted = found[n]
+        assert np.array_equal(again(*given).x, wanted)
+        assert np.array_equal(decoder.by_token(*found[n - 1][1]).x, found[n - 1][2])
+        assert np.array_equal(again(*given).x, wanted)
+        assert np.array_equal(found[n - 1][0](*found[n - 1][1]).x, found[n - 1][2])
+
+
+@needs_gcc
+def test_what_is_not_repeated(launches, monkeypatch):
+    decoder, given = repeatable(50)
+    assert decoder.repeated(*given) == decoder.by_token, "no call before"
+    decoder(*given)
+    assert decoder.repeated(*given) == decoder.by_token, "no scratch memory yet"
+    decoder.by_token(*given)
+    assert decoder.repeated(*given) != decoder.by_token
+    other = repeatable(50, layout="the end of a larger cache")[1]
+    assert decoder.repeated(*other) == decoder.by_token, "strides of no call before"
+    monkeypatch.setattr(decoder, "_width", 60)
+    assert decoder.repeated(*given) == decoder.by_token, "results without their padding are copies"
+
+
+@needs_gcc
+@pytest.mark.parametrize("changed", ["stream", "device", "capture", "address"])
+def test_a_repeated_call_elsewhere_is_a_call_by_itself(changed, launches, monkeypatch):
+    """Its scratch memory belongs to one stream, and a graph has its own."""
+    decoder, given = repeatable(50)
+    wanted, again, ran = decoder.by_token(*given), decoder.repeated(*given), []
+    monkeypatch.setattr(again, "_by_token", lambda *those: ran.append(those))
+    assert np.array_equal(again(*given).x, wanted.x)
+    assert not ran
+    runtime = decode.cupy.cuda.runtime
+    if changed == "stream":
+        monkeypatch.setattr(decoder._space, "stream", lambda: 8)
+    elif changed == "device":
+        monkeypatch.setattr(runtime, "getDevice", lambda: 1)
+    elif changed == "capture":
+        monkeypatch.setattr(runtime, "streamIsCapturing", lambda stream: True)
+    else:
+        given[1] = Strided(moved_by_an_element(given[1].x))
+    again(*given)
+    assert ran == [tuple(given)]
 
 
 @needs_gcc

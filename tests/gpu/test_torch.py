@@ -257,15 +257,14 @@ def test_flex_attention(compiled):
     judge(torch.compile(flex, fullgraph=True) if compiled else flex, inputs, written_out)
 
 
-def question_of(**changes):
-    usual = {"window_left": -1, "window_right": -1, "softcap": 0.0, "scale": None, "causal": True}
-    last = {"algorithm": "flash2", "deterministic": None, "backend": "cupy"}
-    return {**usual, **last, **changes}
-
-
 def test_opcheck():
-    inputs = (*tensors(dtype=torch.float32), None, None, None)
-    assert set(torch.library.opcheck(ops.forward, inputs, question_of()).values()) == {"SUCCESS"}
+    question = ops.Options(True, -1, -1, 0.0, None, "flash2", None, "cupy")
+    more = [added(4, dtype=torch.float32)]
+    operator = torch.ops.flashsim.attention.default
+    for names in ((), ("sinks",)):
+        given = (*tensors(dtype=torch.float32), more[: len(names)])
+        asked = ops.OpCall.of(question, names)
+        assert set(torch.library.opcheck(operator, (*given, *asked)).values()) == {"SUCCESS"}
 
 
 def test_beside_inputs_and_output_one_number_a_row_is_kept():

@@ -16,6 +16,7 @@ from cupy_checks import CAPTURE, MARKS  # noqa: E402
 
 import flashsim.torch  # noqa: E402
 from flashsim.torch import attention, decode, direct, flash_attn, flash_attn_cute  # noqa: E402
+from flashsim.torch.layers import Layers  # noqa: E402
 
 _OF_COMPILERS = ("TensorFloat32 tensor cores", "`torch.jit", "The CUDA Graph is empty")
 pytestmark = [
@@ -101,6 +102,36 @@ def test_a_growing_cache_shares_a_plan():
         out, lse = attention(q, k[:, :, :n], v[:, :, :n], return_lse=True)
         judged(out, lse, q, k[:, :, :n], v[:, :, :n])
     assert len(direct._READY) <= before + 1  # with the LSE and without ask the same
+
+
+@pytest.mark.parametrize(("heads", "d"), [((8, 2), 64), ((8, 1), 128), ((4, 4), 60)])
+def test_the_layers_of_a_step(heads, d):
+    """Each has new numbers at new addresses; also in another stream, and in a CUDA graph."""
+    (h, g), asked = heads, (True, None, 0.0, None, "flash2", None, None)
+    for n in (1000, 1001, 5000):
+        shapes = (1, h, 1, d), (1, g, n, d), (1, g, n, d)
+        of = functools.partial(
+            lambda *s: [torch.randn(x, device="cuda").to(HALF) for x in s], *shapes
+        )
+        attention(*of(), causal=True)
+        layers, side = Layers(), torch.cuda.Stream()
+        for step in range(6):
+            given = of()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side if step in (2, 4) else torch.cuda.current_stream()):
+                out = layers(*given, asked)
+            torch.cuda.synchronize()
+            assert out.is_contiguous()
+            assert torch.equal(out.transpose(1, 2), attention(*given, causal=True))
+        graph, given = torch.cuda.CUDAGraph(), of()
+        with torch.cuda.graph(graph, **CAPTURE):
+            outs = [layers(*given, asked) for _ in range(2)]
+        for _ in range(2):
+            for x in given:
+                x.normal_()
+            graph.replay()
+            for out in outs:
+                assert torch.equal(out.transpose(1, 2), attention(*given, causal=True))
 
 
 @pytest.mark.parametrize("n_kv", [131072, 600])

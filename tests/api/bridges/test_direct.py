@@ -10,9 +10,10 @@ torch = pytest.importorskip("torch")
 
 from bridge_cases import plain  # noqa: E402
 
+import flashsim  # noqa: E402
 from flashsim.api import dispatch  # noqa: E402
-from flashsim.errors import DTypeError, ShapeError, UnsupportedError  # noqa: E402
-from flashsim.torch import attention, direct, ops  # noqa: E402
+from flashsim.errors import DTypeError, ShapeError  # noqa: E402
+from flashsim.torch import attention, direct, flex_attention  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
@@ -30,26 +31,19 @@ def kept(monkeypatch):
     return lambda: len(direct._READY)
 
 
-def by_the_operator(*tensors, **told):
-    """The same call through ``flashsim::attention``."""
-    asked = {"causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0}
-    asked |= {"scale": None, "algorithm": "flash2", "deterministic": None, "backend": "numba"}
-    return ops.forward(*tensors, None, None, None, **asked | told)
-
-
-def test_the_same_bits_as_the_operators(kept):
+def test_the_same_bits_as_without_a_kept_call(kept):
     q, k, v = tensors()
-    wanted = by_the_operator(q, k, v, causal=True)
+    alone = flashsim.run(q, k, v, causal=True, backend="numba")
     for _ in range(2):
         got = attention(q, k, v, causal=True, return_lse=True)
-        assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(got, (alone.out, alone.lse), strict=True))
     assert kept() == 1
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attention(*inputs, causal=True, return_lse=True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     got = torch.autograd.grad((out, lse), inputs, (dout, dlse), retain_graph=True)
-    wanted = by_the_operator(*inputs, causal=True)
-    for x, y in zip(got, torch.autograd.grad(wanted, inputs, (dout, dlse)), strict=True):
+    wanted = alone.backward(dout, dlse=dlse)
+    for x, y in zip(got, (wanted.dq, wanted.dk, wanted.dv), strict=True):
         assert torch.equal(x, y)
     alone = torch.autograd.grad(lse, inputs[0], dlse)[0]  # of the LSE only
     assert alone.shape == q.shape
@@ -129,8 +123,7 @@ class Strict:
 
     def __init__(self, q, k, v, question):
         self.made_for = [(x.shape, x.dtype) for x in (q, k, v)]
-        told = dict(zip(direct.NAMES, question, strict=True))
-        self.told = told | {"window": (told.pop("window_left"), told.pop("window_right"))}
+        self.told = question.keywords()
 
     def output(self, q, k, v):
         assert [(x.shape, x.dtype) for x in (q, k, v)] == self.made_for
@@ -170,10 +163,10 @@ def test_other_layouts_of_the_same_shapes_give_the_same(kept):
     assert torch.equal(attention(q, *(x.mT.contiguous().mT for x in (k, v))), wanted)
     one = [x[:, :1].expand_as(x) for x in (k, v)]
     assert torch.equal(attention(q, *one), attention(q, *(x.contiguous() for x in one)))
+    assert kept() == 1
     negated = torch.complex(q, -q).conj().imag  # a pending negation
     assert negated.is_neg()
     assert torch.equal(attention(negated, k, v), wanted)
-    assert kept() == 1
 
 
 def test_a_kept_call_does_not_keep_its_tensors(kept, monkeypatch):
@@ -210,16 +203,10 @@ def test_fewer_axes(kept, shape):
         assert lse.shape == shape[:-1]
 
 
-def test_second_derivatives_are_still_refused(kept):
+@pytest.mark.parametrize("attend", [attention, flex_attention])
+def test_batched_gradients(kept, attend):
     q, k, v = (x.requires_grad_() for x in tensors())
-    (dq,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(UnsupportedError, match="no second derivatives"):
-        torch.autograd.grad(dq.sum(), k)
-
-
-def test_batched_gradients(kept):
-    q, k, v = (x.requires_grad_() for x in tensors())
-    out = attention(q, k, v)
+    out = attend(q, *(x.repeat_interleave(2, 1) for x in (k, v)))
     several = torch.randn(3, *out.shape, dtype=out.dtype)
     got = torch.autograd.grad(out, q, several, is_grads_batched=True, retain_graph=True)[0]
     for x, dout in zip(got, several, strict=True):
@@ -235,8 +222,8 @@ def test_autocast_casts_before_the_look_up(kept):
 
 
 @pytest.mark.parametrize("lse_too", [False, True])
-def test_compiled_code_has_the_short_operator(kept, lse_too):
-    """Values, gradients and dynamic shapes, through flashsim::attend and its backward pass."""
+def test_compiled_code_has_the_operator(kept, lse_too):
+    """Values and gradients, through an operator without keywords and its backward pass."""
     seen = []
 
     def looking(module, example):
@@ -251,34 +238,10 @@ def test_compiled_code_has_the_short_operator(kept, lse_too):
 
     compiled = torch.compile(function, fullgraph=True, backend=looking)
     got = torch.autograd.grad(compiled(q, k, v), (q, k, v))
-    assert "flashsim.attend.default" in seen
+    assert "flashsim.attention.default" in seen
     torch.testing.assert_close(compiled(*tensors()), function(*tensors()))
-    assert "flashsim.attend_without_gradient.default" in seen
+    assert "flashsim.attention_without_gradient.default" in seen
     torch.testing.assert_close(got, torch.autograd.grad(function(q, k, v), (q, k, v)))
-
-
-def test_the_short_operator_by_torchs_own_checks():
-    q, k, v = (x.requires_grad_() for x in tensors())
-    asked = 0.0, None, direct.words(True, -1, -1, "flash2", None, "numba")
-    back = [x.detach() for x in (q, *by_the_operator(q, k, v, causal=True), q, k, v)]
-    operators = torch.ops.flashsim
-    for op, given in ((operators.attend, (q, k, v)), (operators.attend_backward, back)):
-        assert set(torch.library.opcheck(op.default, (*given, *asked)).values()) == {"SUCCESS"}
-
-
-def test_the_short_operator_under_vmap():
-    q, k, v = tensors()
-    text = direct.words(True, -1, -1, "flash2", None, "numba")
-    attend = lambda q: torch.ops.flashsim.attend.default(q, k, v, 0.0, None, text)[0]  # noqa: E731
-    several = torch.stack([q, 2 * q])
-    for x, y in zip(torch.vmap(attend)(several), several, strict=True):
-        torch.testing.assert_close(x, attend(y))
-    out, lse = torch.ops.flashsim.attend.default(q, k, v, 0.0, None, text)
-    back = lambda d: torch.ops.flashsim.attend_backward.default(  # noqa: E731
-        d, out, lse, q, k, v, 0.0, None, text
-    )
-    for got, one in zip(zip(*torch.vmap(back)(several), strict=True), several, strict=True):
-        torch.testing.assert_close(got, back(one))
 
 
 def test_one_tensor_as_q_k_and_v_has_the_same_gradient_watched_or_not(kept, monkeypatch):

@@ -199,17 +199,18 @@ def test_fullgraph_with_a_module_and_a_block_mask(backend):
     )
 
 
-def test_fullgraph_with_sinks_grouped_heads_and_a_captured_parameter():
+@pytest.mark.parametrize("score", [alibi, biased])
+def test_fullgraph_with_sinks_grouped_heads_and_captured_parameters(score):
     q, k, v = inputs(heads=2)
     sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
 
     def loss(q, k, v, sinks):
         out, lse = flex_attention(
-            q, k, v, alibi, causal, enable_gqa=True, sinks=sinks, scale=0.3, return_lse=True
+            q, k, v, score, causal, enable_gqa=True, sinks=sinks, scale=0.3, return_lse=True
         )
         return (out**2).sum() + lse.clamp(min=-9).sum()
 
-    of = [q, k, v, sinks, SLOPES]
+    of = [q, k, v, sinks, *CAPTURED[score.__name__]]
     expected = torch.autograd.grad(loss(q, k, v, sinks), of)
     found = torch.autograd.grad(whole(loss)(q, k, v, sinks), of)
     torch.testing.assert_close(found, expected)
@@ -271,10 +272,6 @@ def test_torchs_transforms():
             x.sum().backward(retain_graph=True)
     with pytest.raises(UnsupportedError, match="make the mapped axis part of the batch"):
         torch.vmap(lambda q: loss(q, scales))(torch.stack([q, q]))
-    with pytest.raises(UnsupportedError, match="make the mapped axis part of the batch"):
-        torch.autograd.grad(
-            flex_attention(q, k, v), q, torch.ones(3, B, H, N, D).double(), is_grads_batched=True
-        )
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])

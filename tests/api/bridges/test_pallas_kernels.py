@@ -27,8 +27,8 @@ from commands import invoke  # noqa: E402
 from repository import loaded, recorded  # noqa: E402
 
 import flashsim  # noqa: E402
-from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError  # noqa: E402
-from flashsim.jax import pallas, trace_kernel  # noqa: E402
+from flashsim.errors import OptionError, UnsupportedError  # noqa: E402
+from flashsim.jax import trace_kernel  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
@@ -650,14 +650,6 @@ def test_refs_that_are_reshaped_and_transposed():
     expected = whole.reshape(4, 4)[1:3].T + whole.reshape(2, 8)[:, 2:4].sum()
     np.testing.assert_allclose(traced.outputs["O"], expected, rtol=1e-5)
     assert traced.bytes("load", "x") == (8 + 4) * 4
-
-
-def test_an_old_jax_is_refused(monkeypatch):
-    metadata = (Path(__file__).parents[3] / "setup.cfg").read_text(encoding="utf-8")
-    assert f"jax >= {'.'.join(map(str, pallas.OLDEST))}\n" in metadata
-    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
-    with pytest.raises(BackendUnavailable, match=r"needs JAX 0\.10\.2 or newer"):
-        trace_kernel(lambda x: x, arrays((4,))[0])
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -184,27 +184,36 @@ def test_beside_inputs_and_output_one_number_a_row_is_kept(transformed, monkeypa
 # -- torch's tools --------------------------------------------------------------------------------
 
 
-def question_of(**changes):
-    usual = {"window_left": -1, "window_right": -1, "softcap": 0.0, "scale": None, "causal": True}
+def operator(*names, **changes):
+    """The operators for a call with these optional tensors."""
+    usual = {"causal": True, "window_left": -1, "window_right": -1, "softcap": 0.0, "scale": None}
     last = {"algorithm": "flash2", "deterministic": None, "backend": "simulator"}
-    return {**usual, **last, **changes}
+    return ops.OpCall.of(ops.Options(**usual | last | changes), names)
 
 
-@pytest.mark.parametrize("bias", [None, (1, 2)], ids=["plain", "bias"])
-def test_opcheck(bias):
-    *qkv, added = (*tensors(bias=bias), None)[:4]
-    inputs = (*qkv, added, None, None)
-    assert set(torch.library.opcheck(ops.forward, inputs, question_of()).values()) == {"SUCCESS"}
-    fixed = [x if x is None else x.detach() for x in inputs]
-    out, lse = ops.forward(*fixed, **question_of())
-    for dlse in (None, lse):
-        checks = torch.library.opcheck(ops.backward, (out, out, lse, dlse, *fixed), question_of())
-        assert set(checks.values()) == {"SUCCESS"}
+OPTIONAL = {
+    "plain": {},
+    "bias": {"bias": torch.ones(1, 2, 7, 9).double()},
+    "packed": {"cu_seqlens_q": torch.tensor([0, 4, 7]), "cu_seqlens_k": torch.tensor([0, 5, 9])},
+    "sinks": {"sinks": torch.ones(2).double()},
+}
 
 
-def test_opcheck_packed():
-    inputs = (*tensors(batch=1), None, torch.tensor([0, 4, 7]), torch.tensor([0, 5, 9]))
-    assert set(torch.library.opcheck(ops.forward, inputs, question_of()).values()) == {"SUCCESS"}
+@pytest.mark.parametrize("more", OPTIONAL.values(), ids=OPTIONAL)
+@pytest.mark.parametrize("backend", ["numba", "simulator"])
+def test_opcheck(more, backend):
+    q, k, v = tensors(batch=1)
+    call, asked = torch.ops.flashsim, operator(*more, backend=backend)
+    rest = [x.requires_grad_(x.is_floating_point()) for x in more.values()], *asked
+    fixed = q.detach(), k.detach(), v.detach(), [x.detach() for x in rest[0]], *asked
+    out, lse = call.attention.default(*fixed)
+    for run, given in (
+        (call.attention, (q, k, v, *rest)),
+        (call.attention_without_gradient, fixed),
+        (call.attention_backward, (out, out, lse, None, *fixed)),
+        (call.attention_backward, (out, out, lse, lse, *fixed)),
+    ):
+        assert set(torch.library.opcheck(run.default, given).values()) == {"SUCCESS"}
 
 
 NEEDS_A_COMPILER = [
@@ -269,7 +278,7 @@ def test_maps_fold_into_the_batch(dim, lead):
     )
     got = torch.vmap(call, in_dims=(0, None, None, dim))(queries, k, v, given)
     torch.testing.assert_close(got, expected)
-    direct = lambda q, b: ops.forward(q, k, v, b, None, None, **question_of(causal=False))[0]  # noqa: E731
+    direct = lambda q, b: operator("bias", causal=False).forward(q, k, v, b)[0]  # noqa: E731
     torch.testing.assert_close(torch.vmap(direct, in_dims=(0, dim))(queries, given), expected)
 
     def gradient(q, bias):
@@ -282,16 +291,17 @@ def test_maps_fold_into_the_batch(dim, lead):
     torch.testing.assert_close(mapped, torch.stack(singles))
 
 
-def test_the_backward_operator_maps_to_a_gradient_of_the_bias_for_each():
-    q, k, v, bias = (x.detach() for x in tensors(bias=(1, 2)))
-    told = question_of(causal=False)
-    out, lse = ops.forward(q, k, v, bias, None, None, **told)
+@pytest.mark.parametrize("bias", [None, (1, 2)], ids=["plain", "bias"])
+def test_the_backward_operator_maps_to_a_gradient_for_each(bias):
+    q, k, v, *more = (x.detach() for x in tensors(bias=bias))
+    asked = operator(*["bias"] * len(more), causal=False)
+    out, lse = asked.forward(q, k, v, *more)
     douts = torch.randn(3, *out.shape, dtype=out.dtype)
-    rest = q, k, v, bias, None, None
+    rest = q, k, v, *more
     for dlse in (None, lse):
-        of = lambda dout, dlse=dlse: ops.backward(dout, out, lse, dlse, *rest, **told)  # noqa: E731
+        of = lambda dout, dlse=dlse: tuple(asked.backward(dout, out, lse, dlse, *rest))  # noqa: E731
         close_to_each(torch.vmap(of)(douts), map(of, douts))
-    of = lambda dlse: ops.backward(out, out, lse, dlse, *rest, **told)  # noqa: E731
+    of = lambda dlse: tuple(asked.backward(out, out, lse, dlse, *rest))  # noqa: E731
     dlses = torch.randn(3, *lse.shape, dtype=lse.dtype)
     close_to_each(torch.vmap(of)(dlses), map(of, dlses))
 
@@ -326,9 +336,6 @@ def test_sinks_have_a_gradient(bias, backend):
 def test_sinks_under_torchs_tools():
     q, k, v = tensors()
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
-    inputs = (q, k, v, None, None, None, sinks)
-    told = question_of(causal=False)
-    assert set(torch.library.opcheck(ops.forward, inputs, told).values()) == {"SUCCESS"}
     compiled = torch.compile(sinking, fullgraph=True, backend="aot_eager")
     expected = sinking(q, k, v, sinks)
     torch.testing.assert_close(compiled(q, k, v, sinks), expected)

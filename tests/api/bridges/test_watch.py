@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import sys
 import threading
 import warnings
@@ -58,42 +57,70 @@ SQUARE = heads(2, 4, 6, 8)
 # -- scaled_dot_product_attention -----------------------------------------------------------------
 
 
-def test_sizes_type_and_device():
-    call = seen_in(F.scaled_dot_product_attention, Q, K, value=V[..., :5], scale=0.5)
-
-    p = call.problem
-    assert (p.batch, p.heads, p.kv_heads, p.n_q, p.n_kv) == (2, 4, 4, 6, 9)
-    assert (p.head_dim, p.head_dim_v, p.dtype, p.scale) == (8, 5, "float32", 0.5)
-    assert (call.device, call.name, call.note) == ("cpu", "", "")
-    assert not p.causal
-    assert not call.backward
+SDPA = F.scaled_dot_product_attention
+TRACED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-@pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8), (2, 3, 5, 6, 8)])
-def test_leading_axes_are_a_batch_of_heads(shape):
-    x = heads(*shape)
-    p = seen_in(F.scaled_dot_product_attention, x, x, x).problem
-
-    assert p.batch * p.heads == math.prod(shape[:-2])
-    assert (p.n_q, p.head_dim) == (6, 8)
+def shaped(*shape):
+    return [heads(*shape)] * 3
 
 
-def test_grouped_heads():
-    k = heads(2, 2, 6, 8)
+#: Calls of torch's attention, and what the recorded call and its `Problem` must hold.
+CALLS = {
+    "sizes, type and device": (
+        lambda: SDPA(Q, K, value=V[..., :5], scale=0.5),
+        {
+            **{"batch": 2, "heads": 4, "kv_heads": 4, "n_q": 6, "n_kv": 9, "head_dim": 8},
+            **{"head_dim_v": 5, "dtype": "float32", "scale": 0.5, "device": "cpu", "name": ""},
+            **{"note": "", "causal": False, "backward": False},
+        },
+    ),
+    "(n, d)": (lambda: SDPA(*shaped(6, 8)), {"batch": 1, "heads": 1, "n_q": 6, "head_dim": 8}),
+    "(heads, n, d)": (lambda: SDPA(*shaped(3, 6, 8)), {"batch": 1, "heads": 3, "n_q": 6}),
+    "5-D": (lambda: SDPA(*shaped(2, 3, 5, 6, 8)), {"batch": 6, "heads": 5, "n_q": 6}),
+    "grouped heads": (
+        lambda: SDPA(SQUARE, *shaped(2, 2, 6, 8)[1:], enable_gqa=True),
+        {"heads": 4, "kv_heads": 2},
+    ),
+    "causal": (lambda: SDPA(SQUARE, SQUARE, SQUARE, None, 0.0, True), {"causal": True}),
+    "causal from the top left": (
+        lambda: SDPA(Q, K, V, is_causal=True),
+        {"causal": False, "mask": top_left},
+    ),
+    "bias": (lambda: SDPA(Q, K, V, attn_mask=heads(4, 6, 9)), {"bias": (1, 4)}),
+    "dropout": (
+        lambda: SDPA(Q, K, V, dropout_p=0.25),
+        {"dropout": 0.25, "note": "dropout 0.25: its random numbers are not counted"},
+    ),
+    "autocast": (
+        lambda: torch.autocast("cpu", torch.bfloat16)(SDPA)(Q, K, V),
+        {"dtype": "bfloat16", "inputs": None},
+    ),
+    "an operator": (lambda: torch.ops.aten.scaled_dot_product_attention(Q, K, V), {"n_kv": 9}),
+    "an overload": (
+        lambda: torch.ops.aten.scaled_dot_product_attention.default(Q, K, V),
+        {"n_kv": 9},
+    ),
+    "a kernel's operator": (lambda: TRACED(Q, K, V)[0], {"n_kv": 9}),
+}
 
-    p = seen_in(F.scaled_dot_product_attention, SQUARE, k, k, enable_gqa=True).problem
 
-    assert (p.heads, p.kv_heads) == (4, 2)
+@pytest.mark.parametrize(("call", "wanted"), CALLS.values(), ids=CALLS)
+def test_a_call_of_torchs_attention(call, wanted):
+    one = seen_in(call)
+    found = {n: getattr(one if hasattr(one, n) else one.problem, n) for n in wanted}
+    assert found == wanted
 
 
-def test_causal_from_the_bottom_right_and_from_the_top_left():
-    square = seen_in(F.scaled_dot_product_attention, SQUARE, SQUARE, SQUARE, None, 0.0, True)
-    oblong = seen_in(F.scaled_dot_product_attention, Q, K, V, is_causal=True)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_operators_called_from_torchscript():
+    traced = torch.jit.trace(lambda q, k, v: SDPA(q, k, v), (Q, K, V))
+    assert seen_in(traced, Q, K, V).problem.n_kv == 9
 
-    assert square.problem.causal
-    assert not oblong.problem.causal
-    assert oblong.problem.mask is top_left
-    kept = oblong.problem.keep(oblong.problem.sequences[0], *map(_indices, (6, 9)))
+
+def test_a_mask_from_the_top_left_keeps_the_lower_triangle():
+    p = seen_in(SDPA, Q, K, V, is_causal=True).problem
+    kept = p.keep(p.sequences[0], *map(_indices, (6, 9)))
     assert (kept == torch.ones(6, 9, dtype=torch.bool).tril().numpy()).all()
 
 
@@ -141,46 +168,10 @@ def test_a_mask_that_differs_between_heads_is_not_taken_for_its_first():
     assert "counted as dense" in call.note
 
 
-def test_a_bias_is_a_bias():
-    call = seen_in(F.scaled_dot_product_attention, Q, K, V, attn_mask=heads(4, 6, 9))
-
-    assert call.problem.bias == (1, 4)
+def test_a_bias_is_not_recorded():
+    call = seen_in(SDPA, Q, K, V, attn_mask=heads(4, 6, 9))
     with pytest.raises(UnsupportedError, match="has bias, but watch does not record its values"):
         call.trace()
-
-
-def test_dropout_is_noted():
-    call = seen_in(F.scaled_dot_product_attention, Q, K, V, dropout_p=0.25)
-
-    assert call.dropout == 0.25
-    assert "dropout 0.25" in call.note
-
-
-def test_autocast_computes_in_its_own_type():
-    with torch.autocast("cpu", torch.bfloat16):
-        call = seen_in(F.scaled_dot_product_attention, Q, K, V)
-
-    assert call.problem.dtype == "bfloat16"
-    assert call.inputs is None
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        torch.ops.aten.scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention.default,
-        lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
-    ],
-)
-def test_operators_called_by_name(function):
-    assert seen_in(function, Q, K, V).problem.n_kv == 9
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_operators_called_from_torchscript():
-    traced = torch.jit.trace(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (Q, K, V))
-
-    assert seen_in(traced, Q, K, V).problem.n_kv == 9
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
