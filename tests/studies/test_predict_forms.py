@@ -34,7 +34,7 @@ def test_a_launch_begins_where_the_one_before_has_run_out():
 
 def test_half_of_a_waves_own_bytes_overlap_with_nothing(monkeypatch):
     """Four waves of work tiles with one visit, whose first tiles are all that they load."""
-    p = Problem(128, head_dim=128, batch=4, heads=132, dtype="bfloat16")
+    p = Problem(64, 128, 128, batch=4, heads=132, dtype="bfloat16")
     how = {"direction": "backward", "algorithm": "flash2-fused-first", "device": "H100"}
     constants, took = {"fused, 128": Constants(item=30e-6, launch=0.0)}, []
     for exposed in (0.0, 0.5):
