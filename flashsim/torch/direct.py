@@ -151,10 +151,18 @@ _EXACT: dict[tuple[Any, ...], Ready] = {}
 _MOST_EXACT = 256
 
 
-def ready(q: Tensor, k: Tensor, v: Tensor, question: Options) -> Ready:
-    """Return the cached `Ready` for these tensor types; if none is cached, check the call first."""
-    key = _key(q, k, v, question)
-    return _EXACT.get(key) or _found(key, q, k, v) or first(key, q, k, v, question)
+def ready(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> Ready | None:
+    """Return the cached `Ready` of an operator's call; the first call with q, k and v is checked.
+
+    For a call with other tensors, or with functions, return None.
+    """
+    key = _key(q, k, v, asked)
+    call = _EXACT.get(key) or _found(key, q, k, v)
+    if call is None:
+        said = heard(asked[2])
+        if not (said.names or said.functions):
+            call = first(key, q, k, v, said.question(*asked[:2]))
+    return call
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -288,25 +296,24 @@ def _applied(q: Tensor, k: Tensor, v: Tensor, call: Ready, with_lse: bool) -> An
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], softcap: float, scale: Any, text: str
+    q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], *asked: Any
 ) -> tuple[Tensor, Tensor]:
     """Run the forward pass of ``flashsim::attention``."""
-    said = heard(text)
-    if said.plain:
-        return ready(q, k, v, said.question(softcap, scale)).forward(q, k, v)
-    told = ops.OpCall(softcap, scale, text).keywords(more)
+    call = ready(q, k, v, asked)
+    if call is not None:
+        return call.forward(q, k, v)
+    told = ops.OpCall(*asked).keywords(more)
     del told["deterministic"]
     return ops.run(q, k, v, **told)
 
 
 def _backward(*given: Any) -> list[Tensor]:
     """Run ``flashsim::attention_backward``; return the gradients of the tensors that have one."""
-    dout, out, lse, dlse, q, k, v, more, softcap, scale, text = given
-    said = heard(text)
-    if said.plain:
-        call = ready(q, k, v, said.question(softcap, scale))
+    dout, out, lse, dlse, q, k, v, more, *asked = given
+    call = ready(q, k, v, tuple(asked))
+    if call is not None:
         return [*call.backward(q, k, v, out, lse, dout, dlse)]
-    told = ops.OpCall(softcap, scale, text).keywords(more)
+    said, told = heard(asked[2]), ops.OpCall(*asked).keywords(more)
     captured = [name for key, name in said.moved.items() if key not in ("bias", "sinks")]
     found = ops.run_backward(*(q, k, v, out, lse, dout), dlse=dlse, captured=captured, **told)
     gradients = {"dbias": found.dbias, "dsinks": found.dsinks, **(found.captured or {})}

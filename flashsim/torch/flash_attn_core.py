@@ -60,10 +60,12 @@ def by_token(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, *, scores: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of (batch, n, heads, d) tensors; the LSE is (batch, heads, n_q)."""
-    given = {"q": q, "k": k, "v": v, **({} if qv is None else {"qv": qv})}
-    for name, x in given.items():
-        check_axes(name, x)
-    out, lse = attend(*(x.transpose(1, 2) for x in given.values()), scores=scores)
+    for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
+        if name != "qv" or x is not None:
+            check_axes(name, x)
+    of_qv = None if qv is None else qv.transpose(1, 2)
+    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = attend(*by_head, of_qv, scores=scores)
     return out.transpose(1, 2), lse
 
 

@@ -61,8 +61,6 @@ class Heard(NamedTuple):
     functions: dict[str, Graph]
     #: The tensors of `more` with a gradient: their names in `flashsim.backward`'s results.
     moved: dict[str, str]
-    #: Whether q, k and v are the only tensors, without functions.
-    plain: bool
 
     def question(self, softcap: float, scale: float | None) -> Options:
         """Return all options of the call."""
@@ -85,7 +83,7 @@ def heard(text: str) -> Heard:
     moved |= {f"score_mod.{n}": graphs["score_mod"].arrays[n].name for n in wanted}
     listed = tuple(names.split(",")) if names else ()
     moved = {name: moved[name] for name in listed if name in moved}
-    return Heard(options, listed, graphs, moved, plain=not (listed or graphs))
+    return Heard(options, listed, graphs, moved)
 
 
 class OpCall(NamedTuple):

@@ -24,6 +24,7 @@ from flashsim.torch import (  # noqa: E402
 pytestmark = pytest.mark.promise("bridges equal their library")
 
 WINDOWS = [(-1, -1), (5, 0), (3, 4)]
+SLOPES = torch.tensor([0.9, 0.5, 0.3, 0.1])
 
 
 def tensors(*shapes, dtype=torch.float32, seed=0):
@@ -89,20 +90,57 @@ def close_gradients(out, given, wanted, exact):
     close(found, torch.autograd.grad(wanted, exact, dout.double()), 1e-4)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_values_lse_and_gradients(causal, window):
-    q, k, v = tensors((2, 7, 4, 16), (2, 11, 2, 16), (2, 11, 2, 24))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse, probabilities = flash_attn.flash_attn_func(
-        *leaves, 0.0, 0.3, causal, window, 5.0, return_attn_probs=True
-    )
-    assert probabilities is None
-    assert (out.shape, lse.shape) == ((2, 7, 4, 24), (2, 4, 7))
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted = oracles(*exact, scale=0.3, softcap=5.0, causal=causal, window=window)
+SIGNED = [(None, None), (3, None), (5, 0), (None, -2), (-1, 4), (-3, None)]
+#: The interfaces' names of the oracle's options.
+THEIRS = {
+    **{"window": "window_size", "scale": "softmax_scale", "slopes": "alibi_slopes"},
+    **{"chunk": "attention_chunk", "sinks": "learnable_sink"},
+}
+
+
+def dense_calls():
+    """Yield an interface, n_q, n_k and the oracle's options; with sinks, these are to be made."""
+    for causal in (False, True):
+        for window in WINDOWS:
+            mask = {"causal": causal, "window": window}
+            yield flash_attn, 7, 11, {**mask, "softcap": 5.0, "scale": 0.3}
+            yield flash_attn, 5, 8, {**mask, "softcap": 3.0, "slopes": SLOPES}
+            for n_q in (3, 13, 17):
+                yield flash_attn_interface, n_q, 13, {**mask, "chunk": 4}
+    for window in SIGNED:
+        told = {"window": window, "signed": True, "softcap": 4.0, "scale": 0.3, "sinks": None}
+        yield flash_attn_cute, 7, 11, told
+
+
+@pytest.mark.parametrize(("interface", "n_q", "n_k", "meant"), [*dense_calls()])
+def test_values_lse_and_gradients(interface, n_q, n_k, meant):
+    q, k, v = tensors((2, n_q, 4, 16), (2, n_k, 2, 16), (2, n_k, 2, 24))
+    leaves = {"q": q, "k": k, "v": v, **({"sinks": torch.randn(4)} if "sinks" in meant else {})}
+    given = {name: x.requires_grad_() for name, x in leaves.items()}
+    exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    told = {THEIRS.get(n, n): x for n, x in (meant | given).items() if n != "signed"}
+    more = {} if interface is flash_attn_cute else {"return_attn_probs": True}
+    out, lse, *rest = interface.flash_attn_func(**told, **more)
+    assert rest == ([None] if interface is flash_attn else [])
+    assert (out.shape, lse.shape) == ((2, n_q, 4, 24), (2, 4, n_q))
+    inputs = [exact.pop(name) for name in "qkv"]
+    wanted = oracles(*inputs, **meant | exact)
     close((out, lse), wanted)
-    close_gradients(out, leaves, wanted[0], exact)
+    close_gradients(out, [*given.values()], wanted[0], [*inputs, *exact.values()])
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "meaning"),
+    [
+        ((1, -3), False, (None, None)),  # no key is left: both limits are ignored
+        ((-2, None), True, (None, None)),
+        ((3, -2), True, (3, None)),  # a causal mask replaces the right limit
+    ],
+)
+def test_limits_that_the_package_ignores(window, causal, meaning):
+    q, k, v = tensors((1, 7, 2, 16), (1, 11, 2, 16), (1, 11, 2, 16))
+    out, _ = flash_attn_cute.flash_attn_func(q, k, v, causal=causal, window_size=window)
+    close(out[0], oracle(q[0], k[0], v[0], causal=causal, window=meaning, signed=True)[0])
 
 
 def test_packed_arguments_are_the_same_call():
@@ -127,21 +165,12 @@ def test_packed_arguments_are_the_same_call():
         torch.testing.assert_close(other.unflatten(0, (2, 9)), whole, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_alibi(window, causal):
+def test_alibi_with_slopes_of_each_sequence():
     q, k, v = tensors((2, 5, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16))
-    slopes, told = torch.rand(2, 4), {"causal": causal, "softcap": 3.0}
-    given = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse, _ = flash_attn.flash_attn_func(
-        *given, alibi_slopes=slopes, window_size=window, return_attn_probs=True, **told
-    )
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted = oracles(*exact, [None, None], slopes, window=window, **told)
-    close((out, lse), wanted)
-    close_gradients(out, given, wanted[0], exact)
-    shared = flash_attn.flash_attn_func(q, k, v, alibi_slopes=slopes[0])
-    close(shared[1], oracle(q[1], k[1], v[1], slopes=slopes[0])[0])
+    slopes = torch.rand(2, 4)
+    told = {"alibi_slopes": slopes, "softcap": 3.0, "return_attn_probs": True}
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, **told)
+    close((out, lse), oracles(q, k, v, [None, None], slopes, softcap=3.0))
 
 
 @pytest.mark.parametrize("of_k", [[0, 4, 4, 9], [0, 7, 10, 21]], ids=["one diagonal", "three"])
@@ -171,23 +200,6 @@ def test_alibi_over_a_cache():
 
 
 # -- flash_attn.cute -------------------------------------------------------------------------------
-
-SIGNED = [(None, None), (3, None), (5, 0), (None, -2), (-1, 4), (-3, None)]
-
-
-@pytest.mark.parametrize("window", SIGNED, ids=str)
-def test_windows_across_the_diagonal_and_sinks(window):
-    q, k, v = tensors((2, 7, 4, 16), (2, 11, 2, 16), (2, 11, 2, 24))
-    given = [x.clone().requires_grad_() for x in (q, k, v, torch.randn(4))]
-    *inputs, sinks = given
-    out, lse = flash_attn_cute.flash_attn_func(
-        *inputs, window_size=window, learnable_sink=sinks, softcap=4.0, softmax_scale=0.3
-    )
-    exact = [x.detach().double().requires_grad_() for x in given]
-    told = {"window": window, "signed": True, "softcap": 4.0, "scale": 0.3, "sinks": exact[3]}
-    wanted = oracles(*exact[:3], **told)
-    close((out, lse), wanted)
-    close_gradients(out, given, wanted[0], exact)
 
 
 @pytest.mark.parametrize("window", [(None, None), (2, 0), (None, -1)], ids=str)
@@ -224,20 +236,6 @@ def test_lengths_packed_padded_and_in_pages(kind, window):
             close((out[b, :n], lse[b, :, :n]), wanted)
             assert not out[b, n:].any()
         start += n
-
-
-@pytest.mark.parametrize(
-    ("window", "causal", "meaning"),
-    [
-        ((1, -3), False, (None, None)),  # no key is left: both limits are ignored
-        ((-2, None), True, (None, None)),
-        ((3, -2), True, (3, None)),  # a causal mask replaces the right limit
-    ],
-)
-def test_limits_that_the_package_ignores(window, causal, meaning):
-    q, k, v = tensors((1, 7, 2, 16), (1, 11, 2, 16), (1, 11, 2, 16))
-    out, _ = flash_attn_cute.flash_attn_func(q, k, v, causal=causal, window_size=window)
-    close(out[0], oracle(q[0], k[0], v[0], causal=causal, window=meaning, signed=True)[0])
 
 
 def test_one_compiled_alibi_serves_every_length():
@@ -288,17 +286,6 @@ def test_rows_that_do_not_count_give_zeros():
     close(out[5:], oracle(q[5:], k[6:8], v[6:8])[0])
     assert not out[3:5].any()
     assert torch.isneginf(lse[:, 3:5]).all()
-
-
-@pytest.mark.parametrize("n_q", [3, 13, 17])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_chunks(causal, window, n_q):
-    q, k, v = tensors((2, n_q, 2, 16), (2, 13, 2, 16), (2, 13, 2, 16))
-    out, lse = flash_attn_interface.flash_attn_func(
-        q, k, v, causal=causal, window_size=window, attention_chunk=4, return_attn_probs=True
-    )
-    close((out, lse), oracles(q, k, v, causal=causal, window=window, chunk=4))
 
 
 def test_fp8_inputs_and_their_descales():
