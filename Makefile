@@ -19,7 +19,7 @@ define environment
 	touch $(1)/.installed
 endef
 
-.PHONY: demo test test-all test-torch test-triton thorough-torch outside lint walks numba unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
+.PHONY: demo test test-all test-torch test-triton transformers thorough-torch outside lint walks numba unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim study demo --out out
@@ -110,6 +110,15 @@ $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	$(VENV)-torch/bin/python -m pip install -q --no-compile --disable-pip-version-check -e .[bridges] \
 	  torch==2.13.0 triton==3.9.0
 	touch $@
+
+# The oldest version of transformers that setup.cfg allows, before the packages of test-torch, which has
+# the newest.
+TRANSFORMERS := 5.4.0
+transformers: $(VENV)-torch/.installed
+	$(VENV)-torch/bin/python -m pip install -q --no-compile --disable-pip-version-check --upgrade \
+	  --target $(VENV)-transformers transformers==$(TRANSFORMERS)
+	PYTHONPATH=$(CURDIR)/$(VENV)-transformers OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest \
+	  -n $(JOBS) tests/api/bridges/test_hugging_face.py
 
 # Kernels in Triton, which needs no GPU, on the oldest version that setup.cfg allows and on the newest.
 TRITON := 3.6.0 3.9.0

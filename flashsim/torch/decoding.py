@@ -249,7 +249,10 @@ def _written_out(*call: Any) -> tuple[Tensor, Tensor]:
 
 
 def _packed(*call: Any) -> tuple[Tensor, Tensor]:
-    """Decode on any engine, after copying the live keys of all sequences into one packed array."""
+    """Decode on any engine.
+
+    If the sequences' live keys differ, or lie in pages, they are copied into one packed array.
+    """
     q, k, v, lengths, table, starts, entries, _, _, _, softcap, scale, _ = call
     problem = _problem(call)
     batch, n_q = q.shape[0], q.shape[2]
@@ -257,18 +260,21 @@ def _packed(*call: Any) -> tuple[Tensor, Tensor]:
     if lengths is not None:
         stops = lengths.tolist()
     begins = None if starts is None else starts.tolist()
+    told: dict[str, Any] = {
+        **{"causal": problem.causal, "window": problem.window, "softcap": softcap, "scale": scale},
+        "backend": "cupy" if q.is_cuda else "numba",
+    }
+    if table is entries is None and len({*stops}) == len({*(begins or (0,))}) == 1:
+        stop = min(max(stops[0], 0), problem.n_kv)
+        begin = min(max(begins[0], 0) if begins else 0, stop)
+        same = (x[:batch, :, begin:stop] for x in (k, v))  # views
+        result = execution.run(*map(readable, (q, *same)), **told)
+        return result.out, result.lse
     k, v, cu_k = live(k, v, stops, begins, None if entries is None else entries.tolist(), table)
     rows_of_q = q.transpose(0, 1).reshape(1, q.shape[1], batch * n_q, -1)
-    result = execution.run(
-        *map(readable, (rows_of_q, k, v)),
-        causal=problem.causal,
-        window=problem.window,
-        softcap=softcap,
-        scale=scale,
-        cu_seqlens_q=tuple(range(0, batch * n_q + 1, n_q)),
-        cu_seqlens_k=cu_k,
-        backend="cupy" if q.is_cuda else "numba",
-    )
+    cu_q = tuple(range(0, batch * n_q + 1, n_q))
+    packed = map(readable, (rows_of_q, k, v))
+    result = execution.run(*packed, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **told)
     shape = (q.shape[1], batch, n_q)
     out = result.out.reshape(*shape, -1).transpose(0, 1).contiguous()
     return out, result.lse.reshape(shape).transpose(0, 1).contiguous()

@@ -631,3 +631,20 @@ def test_what_no_kernel_decodes_is_written_out(paged, told):
     asked = {"causal": False, "left": -1, "right": -1, "softcap": 0.0} | told
     given = q, k, v, lengths, table, starts, entries, *asked.values(), None, 0
     close(decoding._written_out(*given), decoding._packed(*given), 1e-5)
+
+
+@pytest.mark.parametrize("keys", [(0, 9), (2, 7), (0, 1), (3, 3), (-2, 30), (8, 1)], ids=str)
+@pytest.mark.parametrize("told", [{}, {"causal": True, "left": 4}])
+def test_equal_lengths_are_decoded_without_a_copy(keys, told, monkeypatch):
+    """As views of the caches, which may have more entries than there are sequences."""
+    q, k, v = tensors((2, 4, 2, 16), (3, 2, 9, 16), (3, 2, 9, 24))
+    begin, stop = (max(0, min(x, 9)) for x in keys)
+    for x in (k, v):
+        x[:, :, stop:] = x[:, :, :begin] = math.nan
+    starts, lengths = (torch.tensor([x, x]) for x in keys)
+    asked = {"causal": False, "left": -1, "right": -1, "softcap": 0.0} | told
+    given = q, k, v, lengths, None, starts, None, *asked.values(), None, 0
+    monkeypatch.setattr(decoding, "live", None)
+    out, lse = decoding._packed(*given)
+    close(decoding._written_out(*given), (out, lse), 1e-5)
+    assert out.is_contiguous()
