@@ -13,10 +13,10 @@ CASES = {
 }
 
 
-def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=None):
+def plain(q, k, v, bias=None, sinks=None, *, causal=False, window=None, softcap=0.0, scale=None):
     """Attention in torch's own operators; one batch entry, or several of equal lengths.
 
-    A row without keys is zeros.
+    A row without keys is zeros. Sinks, (heads,), are one more score per row, of no value.
     """
     import torch
 
@@ -26,7 +26,12 @@ def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=N
     s = softcap * torch.tanh(s / softcap) if softcap else s
     s = s if bias is None else s + bias
     n_q, n_kv = s.shape[-2:]
-    offset = torch.arange(n_kv) - (torch.arange(n_q)[:, None] + n_kv - n_q)
+    rows, columns = (torch.arange(n, device=q.device) for n in (n_q, n_kv))
+    offset = columns - (rows[:, None] + n_kv - n_q)
     left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
     kept = (offset >= -left) & (offset <= (0 if causal else right))
-    return torch.softmax(s.masked_fill(~kept, float("-inf")), dim=-1).nan_to_num() @ v
+    s = s.masked_fill(~kept, float("-inf"))
+    if sinks is not None:
+        more = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)
+        s = torch.cat([s, more], dim=-1)
+    return torch.softmax(s, dim=-1).nan_to_num()[..., :n_kv] @ v

@@ -310,11 +310,7 @@ def test_the_backward_operator_maps_to_a_gradient_for_each(bias):
 
 
 def with_sinks(q, k, v, sinks, bias=None):
-    """Attention whose softmax has one more score per row, of no value."""
-    s = q @ k.mT * q.shape[-1] ** -0.5
-    s = s if bias is None else s + bias
-    more = sinks[:, None, None].expand(*s.shape[:3], 1)
-    return torch.softmax(torch.cat([s, more], dim=-1), dim=-1)[..., :-1] @ v
+    return plain(q, k, v, bias, sinks)
 
 
 def sinking(q, k, v, sinks, bias=None, **told):
