@@ -12,8 +12,8 @@ CPU the time includes the computation.
 backward pass, causal, bfloat16; also in a CUDA graph.
 - `jax`: the same for `flashsim.jax.attention`, eager and under `jax.jit`.
 - `decode`: µs of one query over a long cache, from call to result, beside SDPA.
-- `generate`: seconds of `model.generate` of a Llama with 12 random layers, beside "sdpa", for the
-same prompt in each round.
+- `generate`: ms per token of `model.generate` of a Llama with 12 random layers, beside "sdpa", for
+the same prompt in each round. The first round is not counted.
 - `generate-new`: the same for a prompt of another length in each round, so that no number of keys
 occurs twice. cuDNN, which SDPA may run, prepares a plan for each number of keys.
 - `train`: milliseconds of a training step of that Llama, beside "sdpa".
@@ -33,6 +33,7 @@ import os
 import pstats
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -310,13 +311,26 @@ def llama(device: str, layers: int = 12) -> Any:
 PROMPTS = {"cuda": ((4, 4096, 64), (1, 32768, 64), (8, 1024, 64)), "cpu": ((1, 64, 16),)}
 
 
-def generating(device: str, prompts: Any, rounds: int, part: str) -> list[tuple[str, ...]]:
-    """Return rows with the seconds of `generate` per prompt and attention; new tokens only."""
+class Clock:
+    """A logits processor that notes when each token's logits are ready."""
+
+    def __init__(self) -> None:
+        self.read: list[float] = []
+
+    def __call__(self, words: Any, logits: Any) -> Any:
+        """Return the logits unchanged."""
+        self.read.append(time.perf_counter())
+        return logits
+
+
+def generating(device: str, prompts: Any, rounds: int, part: str) -> list[tuple[Any, ...]]:
+    """Return rows with the median ms per new token of `generate`, per prompt and attention."""
     compiled, kind = part == "generate-compiled", KINDS[part]
-    model, wait, rows = llama(device), waiter(device), []
+    model, rows = llama(device), []
     for batch, n, new in prompts:
         words = torch.randint(1, 1000, (batch, n), device=device)  # 0 is padding
         options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+        options |= {"min_new_tokens": new + 1, "max_new_tokens": new + 1}
         if compiled:
             options["cache_implementation"] = "static"
         took: dict[str, list[float]] = {SDPA: [], "flashsim": []}
@@ -329,18 +343,13 @@ def generating(device: str, prompts: Any, rounds: int, part: str) -> list[tuple[
             if compiled and number % (rounds + 1) == 0:
                 torch._dynamo.reset()
             model.set_attn_implementation(name)
-            times, prompt = [], words
+            prompt, clock = words, Clock()
             if part == "generate-new":  # the lengths n + 1 .. n + new of a round are only its own
                 prompt = words[:, : n - number // len(took) * (new + 1)]
-            for tokens in (1, new + 1):
-                wait()
-                start = time.perf_counter()
-                model.generate(prompt, min_new_tokens=tokens, max_new_tokens=tokens, **options)
-                wait()
-                times.append(time.perf_counter() - start)
-            took[name].append(times[1] - times[0])
+            model.generate(prompt, logits_processor=[clock], **options)
+            took[name] += [1e3 * (end - start) for start, end in pairwise(clock.read)]
         case = f"{batch} x {n} tokens, {new} new, {kind}"
-        rows += rows_of(part, case, {x: median(y[1:]) for x, y in took.items()}, "s", SDPA)
+        rows += rows_of(part, case, {x: median(y[new:]) for x, y in took.items()}, "ms", SDPA)
     return rows
 
 
@@ -433,7 +442,7 @@ def main() -> None:
     parser.add_argument("--backend", help="of `flashsim.run` in `host`; default: cupy or numba")
     parser.add_argument("--kernel", help="option `kernel` of `flashsim.run` in `host`")
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--repeat", type=int, default=3, help="rounds of the part generate")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds of the part generate")
     parser.add_argument("--prompts", type=int, help="number of prompts of the part generate")
     parser.add_argument("--csv", type=Path, help="file for the table")
     parser.add_argument("--profile", type=Path, help="folder for profiles of the host's time")

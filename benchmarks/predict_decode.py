@@ -1,6 +1,5 @@
 """Compare the time model's decode kernel with measurements: `predict.py --decode [--fit]`."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +8,13 @@ from predict_times import DATA, H200
 
 from flashsim import Problem
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy.decode_plan import CLUSTERS, plan
+from flashsim.backends.launch_policy.decode_plan import plan
 from flashsim.report import Table
 from flashsim.studies.predict import decode_time
 from flashsim.studies.predict.calibration import DECODING, DecodeConstants
 
-#: The H200 at the time of the measurement: clusters merged splits even if not all ran at once.
-MEASURED = replace(Gpu.like(H200), clusters=tuple((n, sys.maxsize) for n in CLUSTERS))
+#: The measured GPU; its driver reports as many clusters as an H100's, which has as many SMs.
+MEASURED = replace(Gpu.like(H200), clusters=((2, 66), (4, 30), (8, 15)))
 
 
 def decode_cases():

@@ -72,13 +72,14 @@ def pytest_configure(config):
 
 
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
-WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
+WALKS = (
+    *("tests/api/test_", "tests/engines/test_b", "tests/engines/test_c", "tests/engines/test_e"),
+)
 
 #: The files that take longest, longest first (half a minute of a core to six seconds). What is
 #: short comes last, by its name, so that two processes end together.
 LONGEST = (
-    *("own_kernels/test_graded", "backends/test_numba_kernels", "engines/test_bf16_dot"),
-    "backends/test_function_kernels",
+    *("own_kernels/test_graded", "backends/test_numba_kernels", "backends/test_function_kernels"),
     *("backends/test_emulated_decode", "backends/test_decode_launch", "viz/test_viz_lab"),
     *("viz/test_viz_plots", "backends/test_emulated_hopper", "faults/test_kernel_faults"),
     *("functions/test_functions_engines", "backends/test_hopper_kernels", "studies/test_grader"),
@@ -172,6 +173,8 @@ def pytest_testnodedown(node, error):
     units = session.sched.assigned_work.get(node, {}).values()
     tests = [test for unit in units for test in unit.items()]
     running = [nodeid for nodeid, done in tests if not done]
+    # The others are not waited for: in a long test, none would end within xdist's 10 s.
+    session.nodemanager.EXIT_TIMEOUT = 0.1
     if running:
         session.handle_crashitem(running[0], node)
         when = f"in {running[0]}"

@@ -303,10 +303,10 @@ def test_what_goes_in_comes_out_of_every_function(library, dtype, function):
     expected = function(*given)
     got = function(*map(there, given))
     assert len(got) == len(expected)
-    for mine, plain in zip(got, expected, strict=True):
+    for n, (mine, plain) in enumerate(zip(got, expected, strict=True)):
         assert type(mine).__module__.partition(".")[0] == library
         assert str(mine.dtype).removeprefix("torch.") == plain.dtype.name
-        np.testing.assert_array_equal(bits(mine), bits(plain))
+        np.testing.assert_array_equal(bits(mine), bits(plain), err_msg=f"result {n}")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

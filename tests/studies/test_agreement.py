@@ -305,20 +305,25 @@ def fitting(benchmark):
 
 
 @pytest.fixture(scope="module")
-def errors(benchmark, times):
-    return benchmark.errors(times.everything())
+def everything(times):
+    return times.everything()
 
 
-def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, times):
+@pytest.fixture(scope="module")
+def errors(benchmark, everything):
+    return benchmark.errors(everything)
+
+
+def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, everything):
     """The Python forward has one set of constants for all head widths, Hopper's one for each."""
-    everything = {  # one of each width
+    of_width = {
         (one.kernels, one.problem.head_dim): one
-        for one in times.everything()
+        for one in everything
         if one.name == "forward" and one.where == "fitted"
     }.values()
 
     def widths(kernels, name):
-        points = fitting.points(everything, kernels, (name,))
+        points = fitting.points(of_width, kernels, (name,))
         return {p.problem.head_dim for p in points}
 
     assert {64, 128} <= widths("python", "forward")
@@ -374,9 +379,8 @@ def test_a_chip_and_a_type_that_nothing_was_fitted_to_are_predicted(benchmark):
     assert all(abs(float(row["worst"])) < 10 for row in forward)
 
 
-def test_the_fit_sees_the_calibration_set_alone(times, fitting):
+def test_the_fit_sees_the_calibration_set_alone(times, fitting, everything):
     """Times of other shapes may be anything."""
-    everything = times.everything()
     spoilt = [
         x if x.where == "fitted" else x._replace(seconds=1.0, stages=dict.fromkeys(x.stages, 1.0))
         for x in everything
@@ -417,9 +421,9 @@ def test_a_form_of_which_times_come_is_fitted_to_them(benchmark, times, fitting)
 
 
 @pytest.mark.parametrize("part", [("fused", 3), ("dkdv", 7)], ids=["stage", "pass"])
-def test_constants_that_made_the_times_are_found_again(times, fitting, part):
+def test_constants_that_made_the_times_are_found_again(fitting, everything, part):
     """A fit to times that the model itself gave."""
-    several = [x for x in times.everything() if x.problem.head_dim == 64]
+    several = [x for x in everything if x.problem.head_dim == 64]
     made = fitting.Constants(tensor=1.2, masked=3.0, item=2e-6, launch=2e-6)
     known, (kernel, passes) = fitting.CALIBRATED["hopper"], part
     those = fitting.points(several, "hopper", (kernel,))

@@ -573,7 +573,8 @@ def test_measured_decode_calls_are_predicted():
         errors.append(1e6 * decoded(p, splits=int(r["splits"])).seconds / float(r["us"]) - 1)
     assert len(errors) == 60
     assert np.mean(np.abs(errors)) < 0.05
-    assert np.max(np.abs(errors)) < 0.3  # a cache that L2 holds from call to call
+    assert np.max(np.abs(errors)) < 0.4  # a cache that L2 holds from call to call
+    assert np.sort(np.abs(errors))[-3] < 0.15  # the two of 8 x 1,024 at head_dim 128
 
 
 # -- mask and score functions ---------------------------------------------------------------------

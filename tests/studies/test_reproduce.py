@@ -1,6 +1,7 @@
 """Published numbers: what we recompute agrees where it must, and the pages say what differs."""
 
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -17,13 +18,17 @@ pytestmark = pytest.mark.promise("doc figures are measured")
 FAST = [name for name in reproduce.NAMES if name not in ("sawtooth", "fp8")]
 
 
+#: Computed once for all tests: it takes up to a second.
+tables = functools.cache(reproduce.tables)
+
+
 def rows(name, number=0):
-    return {row["quantity"]: row for row in reproduce.tables(name)[number].records()}
+    return {row["quantity"]: row for row in tables(name)[number].records()}
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_every_page_has_papers_ours_and_why_and_names_its_source(name):
-    for table in reproduce.tables(name):
+    for table in tables(name):
         assert table.columns == ("quantity", "paper", "ours", "ours / paper", "why they differ")
         assert table.rows
         assert table.note
@@ -172,6 +177,6 @@ def test_the_pallas_texts_shares_of_peak_need_thirty_two_heads():
 
 
 def test_a_table_of_published_numbers_can_be_copied_with_changes():
-    (table,) = reproduce.tables("decoding")
+    (table,) = tables("decoding")
     copy = dataclasses.replace(table, title="another title")
     assert (copy.title, copy.columns, copy.rows) == ("another title", table.columns, table.rows)

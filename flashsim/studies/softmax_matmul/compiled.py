@@ -13,7 +13,8 @@ from flashsim.l2.compiled import keep
 
 def forward(x: np.ndarray, v: np.ndarray, block_1: int, block_2: int) -> np.ndarray:
     """Return softmax(X) V, a float32 array of shape (batch, d1, d3), using one thread per core."""
-    x, v = np.ascontiguousarray(x), np.ascontiguousarray(v)
+    x, v = np.ascontiguousarray(x).view(), np.ascontiguousarray(v).view()
+    x.flags.writeable = v.flags.writeable = False  # one compilation for all libraries' arrays
     out = np.empty((*x.shape[:2], v.shape[2]), np.float32)
     tiles = x.shape[0] * -(-x.shape[1] // block_1)
     threads = min(tiles, os.cpu_count() or 1)
