@@ -52,9 +52,9 @@ FREE = {
     ("hopper", "dkdv, wide"): ("tensor", "visit", *COMMON),
     ("hopper", "dq, wide"): ("tensor", "visit", *BESIDE),
     ("hopper", "fused, roles"): ("tensor", "reduced", "visit", *COMMON),
-    # There are four times and two, so these have as few constants as possible.
+    # There are eight times and twelve, so these have few constants.
     ("hopper", "fused, widest"): ("tensor", "visit", "item", "throttle"),
-    ("hopper", "fused, wide"): ("tensor", "visit"),
+    ("hopper", "fused, wide"): ("tensor", "visit", "item"),
     ("portable", "forward"): ("scores", *WARPS, *COMMON),
     **{(k, s): (*WARPS, *COMMON) for k in ("portable", "python") for s in ("dkdv", "dq")},
     **{(k, "fused"): ("reduced", *WARPS, *COMMON) for k in ("portable", "python")},

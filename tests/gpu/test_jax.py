@@ -10,6 +10,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from bridge_cases import plain_in_jax  # noqa: E402
 from cupy_checks import MARKS  # noqa: E402
 
 import flashsim.jax  # noqa: E402
@@ -35,13 +36,7 @@ def tensors(*, heads=4, n_q=200, n_kv=230, d=64, dtype=jnp.bfloat16):
     return [jnp.asarray(random.standard_normal(s), dtype) for s in shapes]
 
 
-def plain(q, k, v):
-    """Causal attention in JAX's own operators, in the type of its inputs."""
-    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    s = jnp.matmul(q, k.mT, precision="highest") * q.shape[-1] ** -0.5
-    rows, columns = (jnp.arange(n) for n in s.shape[-2:])
-    kept = columns <= rows[:, None] + s.shape[-1] - s.shape[-2]
-    return jnp.matmul(jax.nn.softmax(jnp.where(kept, s, -jnp.inf)), v, precision="highest")
+plain = partial(plain_in_jax, causal=True)
 
 
 def ours(*x):

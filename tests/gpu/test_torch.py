@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from bridge_cases import plain  # noqa: E402
 from cupy_checks import CAPTURE, MARKS  # noqa: E402
 
 import flashsim.torch  # noqa: E402
@@ -22,25 +23,6 @@ def tensors(*, batch=2, heads=4, kv_heads=2, n_q=200, n_kv=230, d=64, dtype=HALF
     torch.manual_seed(0)
     shapes = [(batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (batch, kv_heads, n_kv, d)]
     return [torch.randn(s, device="cuda", dtype=dtype, requires_grad=grad) for s in shapes]
-
-
-def plain(q, k, v, bias=None, sinks=None, *, causal=False, window=None, softcap=0.0):
-    """Attention in torch's own operators, in the type of its inputs."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    s = q @ k.mT * q.shape[-1] ** -0.5
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = s if bias is None else s + bias
-    n_q, n_kv = s.shape[-2:]
-    rows, columns = (torch.arange(n, device=q.device) for n in (n_q, n_kv))
-    offset = columns - (rows[:, None] + n_kv - n_q)
-    left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
-    kept = (offset >= -left) & (offset <= (0 if causal else right))
-    s = s.masked_fill(~kept, float("-inf"))
-    if sinks is None:
-        return torch.softmax(s, dim=-1) @ v
-    more = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
-    return torch.softmax(torch.cat([s, more], dim=-1), dim=-1)[..., :-1] @ v
 
 
 def value_and_gradients(function, inputs, dout):

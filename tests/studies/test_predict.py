@@ -588,7 +588,7 @@ MASKS = {
 
 
 def test_times_with_a_mask_function_against_an_h100():
-    """As docs/reference/predictions.md says: 0.90 to 1.06 of the measured times."""
+    """As docs/reference/predictions.md says: 0.90 to 1.05 of the measured times."""
     ratios = []
     for row in recorded("gpu-flex-h100.csv"):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
@@ -602,7 +602,7 @@ def test_times_with_a_mask_function_against_an_h100():
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16
     assert min(ratios) == pytest.approx(0.90, abs=0.005)
-    assert max(ratios) == pytest.approx(1.06, abs=0.005)
+    assert max(ratios) == pytest.approx(1.05, abs=0.005)
 
 
 def test_captured_elements_are_not_padded():

@@ -32,8 +32,24 @@ def test_a_launch_begins_where_the_one_before_has_run_out():
     assert in_launches([(3.0, 1, 2, 1), (1.0, 2, 2, 1)], 4) == (3.0, 2.5)  # on those that are free
 
 
-def test_clusters_take_what_whole_rounds_leave():
+def test_half_of_a_waves_own_bytes_overlap_with_nothing(monkeypatch):
+    """Four waves of work tiles with one visit, whose first tiles are all that they load."""
+    p = Problem(64, 128, 128, batch=4, heads=132, dtype="bfloat16")
+    how = {"direction": "backward", "algorithm": "flash2-fused-first", "device": "H100"}
+    constants, took = {"fused, 128": Constants(item=30e-6, launch=0.0)}, []
+    for exposed in (0.0, 0.5):
+        monkeypatch.setattr(calibration, "EXPOSED", exposed)
+        took.append(predict(p, **how, constants=constants).stages[1])
+    assert took[0].waves == 4
+    hbm, waits = took[0].units["HBM"], took[0].units["HBM"] / 4 / 2
+    tiles = (took[0].seconds ** 3 - hbm**3) ** (1 / 3)
+    overlapped = (tiles**3 + (hbm - waits) ** 3) ** (1 / 3)
+    assert took[1].seconds == pytest.approx(waits + overlapped, rel=1e-9)
+
+
+def test_clusters_take_what_whole_rounds_leave(monkeypatch):
     """2,048 items are 15 rounds of 132 SMs, and 68: two by clusters of 8, 66 by clusters of 2."""
+    monkeypatch.setattr(calibration, "EXPOSED", 0.0)
     visits = Constants(tensor=1.0, visit=1e-6, launch=0.0)
     options = {"direction": "backward", "algorithm": "flash2-fused"}
     found = predict(PROBLEM, **options, constants={"fused, deferred": visits}).stages[1]

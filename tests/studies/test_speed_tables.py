@@ -159,10 +159,10 @@ def test_the_sentences_of_shapes_drawn_at_random_are_of_the_kept_measurements(ta
     of, ((least, way),) = below("random-shapes-h100.csv")
     said = f"one of {of} passes on shapes drawn at random reaches less than 0.98 × the fastest"
     assert f"{said} competitor's throughput: {least:.3f} × {way}." in guide
-    of, ((least, way), (next_least, other)) = below("random-shapes-h200.csv")
-    assert way == other
-    said = f"On the H200, two of {of} reach less than 0.98 ×: {least:.3f} and {next_least:.3f} ×"
-    assert f"{said} {way}." in guide
+    of, slow = below("random-shapes-h200.csv")
+    assert len(slow) == 3
+    each = ", ".join(f"{ratio:.3f} × {way}" for ratio, way in slow)
+    assert f"On the H200, three of {of} reach less than 0.98 ×: {each}." in guide
 
 
 def test_the_sentences_of_portable_kernels_are_of_the_kept_measurement(tables):

@@ -296,10 +296,14 @@ def judged(name):
             "judged-many-calls",
             "Forward, the mean error is {} % and the worst {} %; backward, they are {} and {} %.",
         ),
+        (
+            "judged-h200",
+            "the forward's mean error is {} % and the worst {} %; backward, they are {} and {} %.",
+        ),
     ],
 )
 def test_the_page_prints_the_errors_of_later_runs_by_the_model_of_today(name, sentence):
-    errors, text = judged(f"random-times-{name}-h100.csv")
+    errors, text = judged(f"random-times-{name if 'h200' in name else name + '-h100'}.csv")
     said = {row[0]: row[3:] for row in errors.rows if row[1] == "all"}
     assert sentence.format(*said["forward"], *said["backward"]) in " ".join(text.split())
 

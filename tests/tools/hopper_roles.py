@@ -1,17 +1,17 @@
 """Hopper's kernels in Python on a CPU: their roles run, and what they call is played.
 
-A kernel runs as it is, in each role a thread, of one block or of a cluster's. Tiles and sums are
+A kernel runs as it is, each role by itself, of one block or of a cluster's. Tiles and sums are
 the visits that they are of, products read what is in shared memory from when they are queued until
 they are waited for, and who goes on at each step is drawn by lot. So a barrier that waits for the
 wrong phase shows, as does one that is left out; of the memory model nothing does.
 """
 
 import random
-import threading
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from greenlet import getcurrent, greenlet
 
 from flashsim.backends.numba_gpu.hopper import key_gradients, kv_outer
 from flashsim.backends.numba_gpu.hopper import smem_layout as layout
@@ -37,61 +37,32 @@ class Stuck(Exception):
 
 
 class Lots:
-    """Threads that run one at a time; the next one is drawn by lot, some more often than others."""
+    """Roles that run one at a time; the next one is drawn by lot, some more often than others.
+
+    Each is a greenlet: Python switches from one to another in a microsecond, and from a thread to
+    another in a hundred.
+    """
 
     def __init__(self, seed):
-        self.draw, self.lock = random.Random(seed), threading.Lock()
-        self.ready, self.often, self.now, self.failed = {}, {}, None, None
-        self.mine, self.turns = threading.local(), {}
+        self.draw, self.ready, self.now = random.Random(seed), {}, None
 
     def run(self, roles):
-        threads = [threading.Thread(target=self._begin, args=role) for role in roles.items()]
-        self.often = {name: self.draw.choice((1, 10, 100)) for name in roles}
-        # A condition for each: only the thread whose turn it is wakes up.
-        self.turns = {name: threading.Condition(self.lock) for name in roles}
-        with self.lock:
-            self.ready = {name: lambda: True for name in roles}
-            self._pick()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.failed:
-            raise self.failed
+        often = {name: self.draw.choice((1, 10, 100)) for name in roles}
+        turns = {name: greenlet(role) for name, role in roles.items()}
+        self.ready = {name: lambda: True for name in roles}
+        while self.ready:
+            able = [name for name, ready in self.ready.items() if ready()]
+            if not able:
+                raise Stuck(sorted(self.ready))
+            self.now = self.draw.choices(able, [often[name] for name in able])[0]
+            turns[self.now].switch()  # raises what the role raises
+            if turns[self.now].dead:
+                del self.ready[self.now]
 
     def step(self, ready=lambda: True):
         """Let others go on, until `ready` holds and the lot falls here."""
-        with self.lock:
-            self.ready[self.mine.role] = ready
-            self._pick()
-            self._mine()
-
-    def _begin(self, name, role):
-        self.mine.role = name
-        try:
-            with self.lock:
-                self._mine()
-            role()
-        except Exception as error:
-            self.failed = self.failed or error
-        with self.lock:
-            del self.ready[name]
-            self._pick()
-
-    def _mine(self):
-        while self.now != self.mine.role and not self.failed:
-            self.turns[self.mine.role].wait()
-        if self.failed:
-            raise self.failed
-
-    def _pick(self):
-        able = [name for name, ready in self.ready.items() if ready()]
-        if self.ready and not able:
-            self.failed = self.failed or Stuck(sorted(self.ready))
-        often = [self.often[name] for name in able]
-        self.now = self.draw.choices(able, often)[0] if able else None
-        for name in self.turns if self.failed else [self.now] if able else ():
-            self.turns[name].notify_all()
+        self.ready[self.now] = ready
+        getcurrent().parent.switch()
 
 
 class Cluster:
@@ -102,7 +73,7 @@ class Cluster:
         self.came, self.phase, self.times = set(), 0, {}
 
     def sync(self):
-        role = self.lots.mine.role
+        role = self.lots.now
         time = self.times[role] = self.times.get(role, -1) + 1
         if OF_CLUSTER[time] in self.ignored:
             return
@@ -170,13 +141,13 @@ class Block:
     @property
     def thread(self):
         """The first one of the role."""
-        kind, number = self.lots.mine.role[:2]
+        kind, number = self.lots.now[:2]
         return THREADS[kind] + number * (128 if kind == "consumer" else 32)
 
     @property
     def group(self):
         """The warpgroup, of a consumer or of a warp that sends its dQ."""
-        return self.lots.mine.role[1]
+        return self.lots.now[1]
 
     def where(self, address):
         """Region and stage of an address (see `apart_of`; of the forward's Q: warpgroup)."""
@@ -199,7 +170,7 @@ class Block:
         """Of a warp, as a rule; of a whole warpgroup; or of all lanes with statistics."""
         assert self.begun, "a barrier that does not exist yet"
         if condition:
-            role = self.lots.mine.role[0]
+            role = self.lots.now[0]
             full = self.at.barrier("full") if role == "statistics" else None
             lanes = role == "statistics" and barrier in (full, full + 8)
             self.left[barrier] -= 32 if lanes else 4 if role == "consumer" else 1
@@ -219,7 +190,7 @@ class Block:
 
     def named_arrive(self, barrier, threads):
         count, laps = self.named.get(barrier, (0, 0))
-        count += 128 if self.lots.mine.role[0] == "consumer" else 32
+        count += 128 if self.lots.now[0] == "consumer" else 32
         self.named[barrier] = (count % threads, laps + count // threads)
         return laps
 
@@ -460,7 +431,7 @@ class Cuda:
 
     @property
     def _block(self):
-        return self._cluster.blocks[self._cluster.lots.mine.role[2]]
+        return self._cluster.blocks[self._cluster.lots.now[2]]
 
     @property
     def threadIdx(self):

@@ -384,24 +384,26 @@ def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, fl
         last, mean = makespan(shared.tolist(), waiting.tolist(), *grid, places, work.blocks)
     if grid[0] * len(work.visits) > places * work.blocks:  # some block starts after another ends
         last, mean = last + c.changeover, mean + c.changeover  # on every SM, so there is no tail
-    once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
-    forward = bool(one.kernel.boxes) and one.stage.name == "forward"
+    name = one.stage.name
+    once, again = once_bytes(traffic, name), bytes_again(one, traffic)
+    forward = bool(one.kernel.boxes) and name == "forward"
     # The constants of the forward in Python were fitted without the first tiles' own time.
     in_cpp = is_hopper_in_cpp(one)
     forward_in_cpp = forward and in_cpp
     _, streamed = calibration.STREAMED[True]
     share = streamed if in_cpp else calibration.HBM_SHARE
     full = calibration.FORWARD_L2_FULL if forward_in_cpp else calibration.L2_FULL
-    kept, fetched = (x if one.stage.name == "fused" else 0.0 for x in zeros(traffic))
+    kept, fetched = (x if name == "fused" else 0.0 for x in zeros(traffic))
     beyond = _beyond_l2(once / device.l2_bytes, full) / (device.hbm_bandwidth * share)
     hbm = (once - kept) * beyond + again / (device.hbm_bandwidth * share)
     if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
         power = calibration.FORWARD if forward else calibration.AGAIN
         waves = -(-grid[0] * len(work.visits) // (places * work.blocks))
+        exposed = calibration.EXPOSED if name == "fused" and not one.stage.once else 0.0
+        alone = (1.0 if forward else exposed) * in_cpp * hbm / waves * _exposed(work)
         # No block asks for dQ's zeros in advance, so it waits the longer, the busier HBM is.
-        alone = fetched * beyond * min(1.0, hbm / last)
-        if forward_in_cpp:
-            alone = hbm / waves * _exposed(work)
+        busy = min(1.0, hbm / last) if last else 1.0
+        alone = min(hbm, alone + fetched * beyond * busy)
         seconds = alone + (last**power + (hbm - alone) ** power) ** (1 / power)
     else:
         seconds = max(last, hbm)

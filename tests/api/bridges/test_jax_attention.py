@@ -14,6 +14,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from bridge_cases import CASES, CUTS  # noqa: E402
+from bridge_cases import plain_in_jax as plain  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 from refusals import refuses  # noqa: E402
 
@@ -44,20 +45,6 @@ def tensors(*, batch=2, heads=2, kv_heads=2, n_q=7, n_kv=9, d=4, dv=3, bias=None
 
 def call(q, k, v, bias=None, **question):
     return attention(q, k, v, bias=bias, **{"backend": "simulator", **question})
-
-
-def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=None):
-    """Attention in JAX's own operators; one batch entry, or several of equal lengths."""
-    group = q.shape[-3] // k.shape[-3]
-    k, v = (jnp.repeat(x, group, axis=-3) for x in (k, v))
-    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    s = softcap * jnp.tanh(s / softcap) if softcap else s
-    s = s if bias is None else s + bias
-    n_q, n_kv = s.shape[-2:]
-    offset = jnp.arange(n_kv) - (jnp.arange(n_q)[:, None] + n_kv - n_q)
-    left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
-    kept = (offset >= -left) & (offset <= (0 if causal else right))
-    return jax.nn.softmax(jnp.where(kept, s, -jnp.inf), axis=-1) @ v
 
 
 #: Keys in two parts.

@@ -58,7 +58,7 @@ SQUARE = heads(2, 4, 6, 8)
 
 
 SDPA = F.scaled_dot_product_attention
-TRACED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def shaped(*shape):
@@ -101,14 +101,15 @@ CALLS = {
         lambda: torch.ops.aten.scaled_dot_product_attention.default(Q, K, V),
         {"n_kv": 9},
     ),
-    "a kernel's operator": (lambda: TRACED(Q, K, V)[0], {"n_kv": 9}),
+    "a kernel's operator": (lambda: FLASH(Q, K, V)[0], {"n_kv": 9}),
 }
 
 
 @pytest.mark.parametrize(("call", "wanted"), CALLS.values(), ids=CALLS)
 def test_a_call_of_torchs_attention(call, wanted):
     one = seen_in(call)
-    found = {n: getattr(one if hasattr(one, n) else one.problem, n) for n in wanted}
+    p = one.problem
+    found = {n: getattr(p if hasattr(p, n) else one, n) for n in wanted}
     assert found == wanted
 
 
