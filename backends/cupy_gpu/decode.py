@@ -3,7 +3,6 @@
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from operator import index
 from threading import Lock
 from typing import Any
 
@@ -13,14 +12,18 @@ import numpy as np
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.captured import NOTHING, ReadByFunctions, captured
+from flashsim.backends.cupy_gpu.decode_options import check, keys_of, splits_of, table_of
 from flashsim.backends.cupy_gpu.launching import (
-    PER_THREAD,
     Argument,
     Launcher,
     Parameters,
     aside,
-    capture_of,
     shares_nothing,
+)
+from flashsim.backends.cupy_gpu.workspace import (
+    NO_PARTS,
+    Workspace,
+    parts_of,
 )
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
@@ -28,8 +31,7 @@ from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy import decode_kernels, decode_plan
 from flashsim.backends.reports import decode_report as traces
 from flashsim.engines.protocol import Job, Outcome
-from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
-from flashsim.problem import checks, live_keys
+from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -45,103 +47,6 @@ _TABLE_AT, _ITEMS_AT, _CAPACITY_AT = (
     int(decode_kernels.RECORD.fields[name][1])  # type: ignore[index]
     for name in ("table_row", "items", "capacity")
 )
-
-
-class Workspace:
-    """Memory that decode calls reuse, passed to each call as ``workspace=``.
-
-    A workspace holds the splits' partial results, their arrival counters, and the results `out` and
-    `lse`. Each call overwrites the results of the previous call. When a call needs a larger array
-    than the workspace has, the array is reallocated. A call that needs no larger arrays allocates
-    nothing, so a CUDA graph can capture the call. Two calls that may run at the same time, on two
-    streams, need two workspaces.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[str, tuple[Any, Any]] = {}
-
-    def results(self, space: arrays.Space, problem: Problem, like: Any) -> tuple[Any, Any]:
-        """Return uninitialised arrays for `out` (with padded rows) and for `lse`."""
-        p, width = problem, launch.row_elements(problem.head_dim_v)
-        shape = (p.batch, p.heads, p.n_q)
-        key, held = (space, p.dtype, shape, width), self._held.get("results")
-        if held is None or held[0] != key:
-            made = space.empty((*shape, width), like), space.empty(shape)
-            self._held["results"] = held = key, made
-        return held[1]
-
-    def partial(
-        self, space: arrays.Space, made: decode_plan.Decode
-    ) -> tuple[tuple[int, int, int], Any]:
-        """Return three addresses, and the arrays that own them.
-
-        The addresses are those of the partial O, the partial LSE and the arrival counters.
-        """
-        outputs, sums = made.partial_elements
-        if not outputs:
-            return _NO_PARTS
-        parts, counters, arrived = self._room("parts", space, outputs + sums), None, 0
-        if not made.merge:
-            counters = self._room("counters", space, made.counters)
-            arrived = counters.data.ptr
-        at = parts.data.ptr
-        return (at, at + 4 * outputs, arrived), (parts, counters)
-
-    def _room(self, name: str, space: arrays.Space, n: int) -> Any:
-        held = self._held.get(name)
-        if held is None or held[0][0] is not space or held[0][1] < n:
-            with space.active():
-                array = space.zeros((n,), "uint32")
-            self._held[name] = held = (space, n), array
-        return held[1]
-
-
-_NO_PARTS = (0, 0, 0), None  # nothing is split, or clusters merge the splits
-#: Workspaces of calls that pass none, one per stream; results are new arrays at each call.
-_WORKSPACES: dict[tuple[int, int], Workspace] = {}
-
-
-def _parts(
-    space: arrays.Space, made: decode_plan.Decode, given: Workspace | None, stream: int
-) -> tuple[tuple[int, int, int], Any]:
-    """Return the addresses that `Workspace.partial` returns, and the owner of that memory.
-
-    While a CUDA graph is captured, a call without a workspace allocates from the graph's private
-    memory. A captured graph may later run in any stream, at the same time as other work. The
-    arrival counters of a captured graph are never freed.
-    """
-    if given is not None:
-        return given.partial(space, made)
-    outputs, sums = made.partial_elements
-    if not outputs:
-        return _NO_PARTS
-    if shares_nothing(stream):
-        parts, counters, arrived = space.empty((outputs + sums,)), None, 0
-        at = space.pointer(parts)
-        if not made.merge and stream == PER_THREAD:
-            counters = space.counters((made.counters,))
-            arrived = space.pointer(counters)
-        elif not made.merge:
-            arrived = _captured_counters(space, made.counters, stream)
-        return (at, at + 4 * outputs, arrived), (parts, counters)
-    own = _WORKSPACES.get((space.device, stream))
-    if own is None:
-        own = _WORKSPACES.setdefault((space.device, stream), Workspace())
-    return own.partial(space, made)
-
-
-#: Counters of captured calls, by device, capture and stream. A graph may be replayed at any time,
-#: so they are never freed: a few KiB per capture.
-_CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
-
-
-def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
-    """Return the address of `n` counters for a captured graph; each launch resets them to 0."""
-    held = _CAPTURED.setdefault((space.device, capture_of(stream), stream), [])
-    if not held or held[-1].size < n:
-        with aside():
-            held.append(cupy.zeros(max(n, 1024), "uint32"))
-    return held[-1].data.ptr
 
 
 class _Ready:
@@ -395,7 +300,7 @@ class Decoder:
         return out
 
     def _partial(self, stream: int) -> tuple[tuple[int, int, int], Any]:
-        return _parts(self._space, self._made, None, stream) if self._made.slots else _NO_PARTS
+        return parts_of(self._space, self._made, None, stream) if self._made.slots else NO_PARTS
 
     def at(
         self,
@@ -460,26 +365,26 @@ def _forward(
     p, options = job.problem, job.options
     table = options.get("block_table")
     page = 0 if table is None else int(job.k.shape[2])
-    lengths, prefix = _live_keys(job, table, page)
+    lengths, prefix = keys_of(job, table, page)
     timed = job.trace == "timeline"
     if timed and (prefix or p.latent):
         raise UnsupportedError(
             "on a GPU, trace='timeline' does not support shared_prefix= or latent attention; "
             "pass trace=True, or leave out trace="
         )
-    splits = _splits(options.get("splits", "auto"))
+    splits = splits_of(options.get("splits", "auto"))
     made = decode_plan.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
     walk = traces.walk_of(made, lengths, page) if job.trace else None
     with failures.Explaining(), space.on_device():
         with space.active():
             ready = _ready(made, space.device)
-            where, row, _held = _table(table)
+            where, row, _held = table_of(table)
         given = options.get("workspace")
         stream = space.stream()
         q, k = space.view(job.q), space.view(job.k)
         v = k if p.latent else space.view(job.v)
         out, lse = (given or Workspace()).results(space, p, q.array)
-        parts, _kept = _parts(space, made, given, stream)
+        parts, _kept = parts_of(space, made, given, stream)
         width = launch.row_elements(p.head_dim_v)
         o = (space.pointer(out), p.heads * p.n_q * width, p.n_q * width, width)
         reports = _reports(made, space, timed=timed) if counts else {}
@@ -541,94 +446,3 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
             names[which], reports[which].get().sum((0, 1), dtype=np.int64), strict=False
         )
     }
-
-
-def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
-    """Return each sequence's number of keys, and the number of keys that all sequences share.
-
-    The function does not check a block table in GPU memory, since reading it would wait for the
-    GPU. The kernel skips page numbers outside the page pool; the output of a sequence with such a
-    page number is NaN. The function does not check whether all sequences really share these keys.
-    """
-    p, options = job.problem, job.options
-    lengths = live_keys.live_lengths(
-        options.get("cache_seqlens"), p.batch, p.n_kv, paged=table is not None
-    )
-    prefix = checks.count("shared_prefix", options.get("shared_prefix", 0))
-    if table is None:
-        return lengths, prefix
-    if arrays.dtype_name(table) != "int32":
-        raise DTypeError(
-            f"block_table must be int32, got {table.dtype}; convert it with "
-            "block_table.astype('int32')"
-        )
-    if isinstance(table, np.ndarray):
-        live_keys.check_pages(table, lengths, page, int(job.k.shape[0]), prefix)
-    return lengths, prefix
-
-
-def _table(table: Any) -> tuple[int, int, Any]:
-    """Return a block table's address and row length, and the GPU array that holds the table."""
-    if table is None:
-        return 0, 0, None
-    if isinstance(table, np.ndarray):
-        table = cupy.asarray(np.ascontiguousarray(table))
-    if hasattr(table, "data_ptr"):
-        if not table.is_cuda:
-            raise DTypeError(
-                f"block_table is on {table.device}, but must be on the GPU; pass block_table.cuda()"
-            )
-        row, last = table.stride()
-        address = table.data_ptr()
-    else:
-        table = cupy.asarray(table)
-        row, last = (s // 4 for s in table.strides)
-        address = table.data.ptr
-    if last != 1 and table.shape[1] > 1:
-        raise ShapeError("block_table's rows must be contiguous; pass a contiguous copy of it")
-    return address, row, table
-
-
-def _splits(given: Any) -> int | None:
-    if isinstance(given, str) and given == "auto":
-        return None
-    try:
-        n = index(given)
-    except TypeError:
-        n = 0
-    if n < 1 or isinstance(given, bool):
-        raise OptionError(f"splits= must be 'auto' or an integer of at least 1, got {shown(given)}")
-    return n
-
-
-def check(job: Job) -> None:
-    """Raise an error if a job has options that decoding does not support."""
-    if job.tiling is not None or job.key_order != "ascending":
-        raise UnsupportedError(
-            "on a GPU, algorithm='flash-decode' chooses the tile size and reads keys in "
-            "ascending order; leave out tiling= and key_order=, and set the number of thread "
-            "blocks per sequence by splits="
-        )
-    if job.options.get("kernel", "auto") not in ("auto", "portable"):
-        raise UnsupportedError(
-            "on a GPU, algorithm='flash-decode' chooses its kernel itself; leave out kernel=, "
-            f"got kernel={job.options['kernel']!r}"
-        )
-    packs = checks.flag("pack_gqa", job.options.get("pack_gqa", True))
-    if not packs and job.problem.group > 1:
-        raise UnsupportedError(
-            "on a GPU, the query heads that share a KV head always share a tile, so K and V are "
-            "loaded once for all of them; leave out pack_gqa=, or use backend='simulator' for "
-            "pack_gqa=False"
-        )
-    if job.trace and job.problem.has_functions:
-        raise UnsupportedError(
-            "on a GPU, decoding with mask_mod=, score_mod= or sinks= cannot be traced, because the "
-            "kernel does not count the bytes that these read; leave out trace="
-        )
-    workspace = job.options.get("workspace")
-    if workspace is not None and not isinstance(workspace, Workspace):
-        raise DTypeError(
-            "workspace= must be a flashsim.backends.cupy_gpu.decode.Workspace, got "
-            f"{shown(workspace)}"
-        )

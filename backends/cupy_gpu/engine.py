@@ -33,7 +33,14 @@ failures.require_cupy("cupy")
 
 import cupy  # noqa: E402
 
-from flashsim.backends.cupy_gpu import arrays, bias, captured, decode, fp8  # noqa: E402
+from flashsim.backends.cupy_gpu import (  # noqa: E402
+    arrays,
+    bias,
+    captured,
+    decode,
+    decode_options,
+    fp8,
+)
 from flashsim.backends.cupy_gpu.calls import NO_GRADIENTS, NO_SCRATCH, Call, Plan  # noqa: E402
 from flashsim.backends.cupy_gpu.device import gpu_of, require_gpu  # noqa: E402
 from flashsim.backends.cupy_gpu.direct import (  # noqa: E402
@@ -79,7 +86,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
     """Return an array filled with `value`, in the library and on the device of the job's arrays."""
     require_gpu()
-    decode.check(job) if job.algorithm == DECODE else _check(job)
+    decode_options.check(job) if job.algorithm == DECODE else _check(job)
     return constant_of(job, shape, dtype, value)
 
 

@@ -22,8 +22,9 @@ from refusals import refusals, refused
 from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 
 from flashsim.api import inputs
-from flashsim.backends.cupy_gpu import arrays, decode, launching
+from flashsim.backends.cupy_gpu import arrays, decode, decode_options, launching
 from flashsim.backends.cupy_gpu import engine as cupy_engine
+from flashsim.backends.cupy_gpu import workspace as memory
 from flashsim.backends.launch_policy import decode_kernels
 from flashsim.backends.launch_policy import decode_plan as family
 
@@ -102,11 +103,12 @@ def launches(monkeypatch):
         get_current_stream=lambda: stream,
     )
     fake = SimpleNamespace(asarray=lambda x: np.array(x).view(Array), cuda=cuda)
-    monkeypatch.setattr(decode, "cupy", fake)
-    monkeypatch.setattr(launching, "cupy", fake)
+    for module in (decode, decode_options, memory, launching):
+        monkeypatch.setattr(module, "cupy", fake)
     monkeypatch.setattr(decode.nvrtc, "load", load)
-    monkeypatch.setattr(decode, "_WORKSPACES", {})
+    monkeypatch.setattr(memory, "WORKSPACES", {})
     monkeypatch.setattr(decode, "aside", nullcontext)
+    monkeypatch.setattr(memory, "aside", nullcontext)
     decode._ready.cache_clear()
     yield seen
     decode._ready.cache_clear()
@@ -332,7 +334,7 @@ def test_a_repeated_call_elsewhere_is_a_call_by_itself(changed, launches, monkey
 @needs_gcc
 def test_a_per_thread_stream_shares_no_memory(launches, monkeypatch):
     """Its handle is the same in all threads, so their partial results must be apart."""
-    monkeypatch.setattr(decode, "PER_THREAD", 7)
+    monkeypatch.setattr(memory, "PER_THREAD", 7)
     monkeypatch.setattr(launching, "PER_THREAD", 7)
     space = Tensors()
     monkeypatch.setattr(space, "counters", lambda shape: np.zeros(shape, np.uint32), raising=False)
@@ -346,7 +348,7 @@ def test_a_per_thread_stream_shares_no_memory(launches, monkeypatch):
         out, lse = decoder(*(Tensor(x[name]) for name in "qkv"))
         full.check(x, out.x, lse.x)
         assert np.array_equal(decoder.output(*(Tensor(x[name]) for name in "qkv")).x, out.x)
-    assert not decode._WORKSPACES
+    assert not memory.WORKSPACES
 
 
 @needs_gcc
@@ -355,17 +357,17 @@ def test_a_graph_keeps_counters_of_its_own(launches, monkeypatch):
     case, splits = CASES["one query"]
     x, captured = case.make(), []
     monkeypatch.setattr(decode.cupy.cuda.runtime, "streamIsCapturing", lambda stream: True)
-    monkeypatch.setattr(decode, "capture_of", lambda stream: 5)
+    monkeypatch.setattr(memory, "capture_of", lambda stream: 5)
     zeros = lambda n, dtype: captured.append(n) or np.zeros(n, dtype).view(Array)  # noqa: E731
     monkeypatch.setattr(decode.cupy, "zeros", zeros, raising=False)
-    monkeypatch.setattr(decode, "_CAPTURED", {})
+    monkeypatch.setattr(memory, "CAPTURED", {})
     decoder = decode.Decoder(Tensors(), case.problem, H200, case.page, splits)
     given = [Tensor(x[name]) for name in "qkv"]
     for _ in range(2):
         out, lse = decoder(*given, Tensor(np.array(case.lengths, np.int32)))
         case.check(x, out.x, lse.x)
     assert captured == [1024]
-    assert len(decode._CAPTURED[0, 5, 7]) == 1
+    assert len(memory.CAPTURED[0, 5, 7]) == 1
 
 
 @pytest.mark.promise("three counts equal")
@@ -436,11 +438,11 @@ def with_prefix(name, spoil=False, **more):
 
 def lengths_of(lengths, table=None, prefix=0):
     options = {"cache_seqlens": lengths, "shared_prefix": prefix}
-    return decode._live_keys(Job(P, None, POOL, None, options=options), table, 16)
+    return decode_options.keys_of(Job(P, None, POOL, None, options=options), table, 16)
 
 
 def check(**more):
-    decode.check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
+    decode_options.check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
 
 
 def prepare(q, k, v, table, *request):
@@ -469,11 +471,11 @@ lengths_of([20, 48], TABLE, 16)
     -> OptionError: block_table[1, 0] must be page 0, ... first 16 keys, got page 4
 lengths_of([1, 1], TABLE.astype(np.int64))
     -> DTypeError: block_table must be int32, got int64
-decode._splits(0) -> OptionError: splits= must be 'auto' or an integer of at least 1
-decode._splits(-3) -> OptionError: splits= must be 'auto' or an integer of at least 1
-decode._splits(1.5) -> OptionError: splits= must be 'auto' or an integer of at least 1
-decode._splits("many") -> OptionError: splits= must be 'auto' or an integer of at least 1
-decode._splits(True) -> OptionError: splits= must be 'auto' or an integer of at least 1
+decode_options.splits_of(0) -> OptionError: splits= must be 'auto' or an integer of at least 1
+decode_options.splits_of(-3) -> OptionError: splits= must be 'auto' or an integer of at least 1
+decode_options.splits_of(1.5) -> OptionError: splits= must be 'auto' or an integer of at least 1
+decode_options.splits_of("many") -> OptionError: splits= must be 'auto' or an integer of at least 1
+decode_options.splits_of(True) -> OptionError: splits= must be 'auto' or an integer of at least 1
 check(tiling=Tiling(16, 16)) -> UnsupportedError: leave out tiling= and key_order=
 check(key_order="descending") -> UnsupportedError: in ascending order
 check(options={"kernel": "hopper"}) -> UnsupportedError: leave out kernel=
@@ -511,5 +513,5 @@ def test_live_keys_and_pages_that_can_be():
 def test_packed_heads_may_be_said():
     """What the kernels do anyway; of heads that share nothing, that they are not packed."""
     for problem, packs in ((P, True), (replace(P, heads=2, kv_heads=2), False)):
-        decode.check(Job(problem, None, None, None, options={"pack_gqa": packs}))
+        decode_options.check(Job(problem, None, None, None, options={"pack_gqa": packs}))
     assert "pack_gqa" in cupy_engine.OPTIONS

@@ -18,7 +18,7 @@ import numpy as np
 from gpus import A100, H200
 
 import flashsim
-from flashsim.backends.cupy_gpu import bias, decode, engine
+from flashsim.backends.cupy_gpu import bias, decode_options, engine
 from flashsim.backends.launch import device_tables
 from flashsim.backends.launch_policy import decode_plan
 from flashsim.backends.launch_policy.hopper import HOPPER
@@ -155,7 +155,7 @@ def decoded(case: Case, job: Job) -> object:
     """Return the plan of a decode launch on a GPU."""
     if case.backward:
         raise UnsupportedError("decoding has no backward pass")
-    decode.check(replace(job, options={}))
+    decode_options.check(replace(job, options={}))
     p = job.problem
     return decode_plan.plan(p, (p.n_kv,) * p.batch, H200)
 
