@@ -173,7 +173,7 @@ def pytest_testnodedown(node, error):
     units = session.sched.assigned_work.get(node, {}).values()
     tests = [test for unit in units for test in unit.items()]
     running = [nodeid for nodeid, done in tests if not done]
-    # The others are not waited for: in a long test, none would end within xdist's 10 s.
+    # xdist would wait 10 s for the other processes, which may be in a long test.
     session.nodemanager.EXIT_TIMEOUT = 0.1
     if running:
         session.handle_crashitem(running[0], node)

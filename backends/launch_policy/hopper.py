@@ -309,7 +309,7 @@ class Hopper(Family):
         V, which the short ones find in L2. DRAM limits a forward pass over many short sequences.
         The head groups of such a pass are small, so that some blocks begin a group while others
         finish one. With few waves, all heads may form one group, so that the long work tiles of all
-        heads come first.
+        heads come first. Clusters that share work tiles are compared by their own times.
 
         The same holds for packed heads, whose head groups can have many more work tiles. A group of
         several waves ends with a wave of short work tiles, for which DRAM is too slow. On an H100,

@@ -23,8 +23,8 @@ Each device cites the sources of its figures by letter:
  [E] L2 read bandwidth measured by github.com/RRZE-HPC/gpu-benches, `gpu-l2-cache`, median of the
      data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
      with the same die and SM count: A100 40 GB, L40S, H100.
- [K] Clusters that run at once, as CUDA's cuOccupancyMaxActiveClusters says on an H100 SXM5. Other
-     H100s may group their SMs differently. The figures of the H200 and the B200 are unknown.
+ [K] Clusters that run at once, as CUDA's cuOccupancyMaxActiveClusters says on an H100 SXM5 and an
+     H200. Others may group their SMs differently. The figures of the B200 are unknown.
 
 FP8 peaks are the dense peaks of the documents [L], [W], [S], [H] and [B]. The FP8 peaks were
 entered from memory, and not checked in these documents. Copies of the documents' tables on other
@@ -365,7 +365,7 @@ _ALL = [
     _H100,
     replace(
         _H100, name="H200", l2_bytes=60 * MIB, hbm_bytes=141 << 30, hbm_bandwidth=4800e9,
-        source="[I] SXM; L2 bandwidth [E]; clusters unknown", clusters=(),
+        source="[I] SXM; L2 bandwidth [E]; clusters [K]",
     ),
     _preset(
         "B200", (10, 0), 148, (227, 228), l2_bytes=132_644_864, hbm_bytes=180 << 30,

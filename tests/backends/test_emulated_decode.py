@@ -321,6 +321,16 @@ def test_faults_with_a_shared_prefix_are_found(fault):
     notices(FAULTY_PREFIX, fault, Case(p, (400, 390, 280, 270, 267), 16, 256))
 
 
+def test_a_merge_waits_for_the_parts_that_it_merges():
+    """On Hopper it may begin before the decode kernel ends."""
+    p = Problem(1, 400, 64, batch=3, **GROUPED)
+    case = Case(p, (400, 390, 280), 16, 256)
+    x = case.make()
+    out, lse, made, *_ = launch(emulator.Emulator(900), case, x, gpu=HOPPER)
+    assert dict(made.merge.constants)["FS_OVERLAP"] == 1
+    case.check(x, out, lse)
+
+
 def test_the_barriers_are_these():
     assert sorted(barriers(DECODE)) == ["B0", "B1", "B2", "B3", "B4", "B5"]
 

@@ -381,6 +381,17 @@ def test_generated_tokens_are_eagers_in_float32(model_of, name, more, padding):
     assert torch.equal(model.generate(words, **told, **more), wanted)
 
 
+def test_assisted_tokens_are_eagers_in_float32(model_of):
+    """Each step checks a few words that the prompt has, with several queries."""
+    model = model_of("Llama")
+    words = torch.randint(3, 100, (1, 20), device="cuda").repeat(1, 3)
+    told = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    model.set_attn_implementation("eager")
+    wanted = model.generate(words, **told)
+    model.set_attn_implementation("flashsim")
+    assert torch.equal(model.generate(words, **told, prompt_lookup_num_tokens=3), wanted)
+
+
 def test_generation_in_half_precision_with_a_static_cache(model_of):
     llama, words = model_of("Llama"), torch.randint(3, 100, (2, 60), device="cuda")
     told = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_logits": True}

@@ -300,6 +300,10 @@ def judged(name):
             "judged-h200",
             "the forward's mean error is {} % and the worst {} %; backward, they are {} and {} %.",
         ),
+        (
+            "judged-again-h200",
+            "Forward, the mean error is {} % and the worst {} %; backward, they are {} and {} %.",
+        ),
     ],
 )
 def test_the_page_prints_the_errors_of_later_runs_by_the_model_of_today(name, sentence):

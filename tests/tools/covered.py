@@ -36,7 +36,7 @@ EMULATED = (
 LEFT_OUT = () if sys.platform == "linux" and shutil.which("g++") else EMULATED
 OMIT += LEFT_OUT
 EXCLUDE = (
-    r"@(njit|part|hot_part|operation)\b",  # compiled functions, which no probe can see
+    r"@(njit|part|hot_part|operation|or_pairs)\b",  # compiled functions, which no probe can see
     r"if TYPE_CHECKING:",
     r"raise AssertionError",
     r"class .*\bProtocol\):",

@@ -173,11 +173,16 @@ class Emulator:
         """Launch a kernel with an argument of its struct's type, and the arrays that it may write.
 
         If the kernel may begin before the previous one ends, what that one wrote to these arrays
-        becomes visible when the kernel waits for it, as late as possible.
+        becomes visible when the kernel waits for it, as late as possible. This holds for the first
+        block or cluster; the others run later, and see it. A launch with FS_AFTER sees all earlier
+        writes. Writes to memory that the previous launch still reads are not found.
         """
         library, each = self.load(kernel), {id(x): x for x in map(_whole, arrays)}
-        copies, hidden = [(x, x.copy()) for x in each.values()], []
-        if dict(kernel.constants).get("FS_OVERLAP") and not dict(kernel.constants).get("FS_AFTER"):
+        constants, hidden = dict(kernel.constants), []
+        # With FS_AFTER, the launch runs beside the previous one, and the next one waits for both.
+        beside = {id(x): old for x, old in self._overwritten if constants.get("FS_AFTER")}
+        copies = [(x, beside.get(n, x.copy())) for n, x in each.items()]
+        if constants.get("FS_OVERLAP") and not constants.get("FS_AFTER"):
             for array, before in self._overwritten:
                 if id(array) in each:
                     written = array.copy()

@@ -39,8 +39,7 @@ class Stuck(Exception):
 class Lots:
     """Roles that run one at a time; the next one is drawn by lot, some more often than others.
 
-    Each is a greenlet: Python switches from one to another in a microsecond, and from a thread to
-    another in a hundred.
+    Each is a greenlet. As threads they would take half as long again.
     """
 
     def __init__(self, seed):

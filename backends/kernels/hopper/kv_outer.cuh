@@ -191,7 +191,8 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
     const int lane = threadIdx.x % 32;
     const float unit = START ? -1.0f / a.scale : -LOG2E;
     Ring ring, slot;
-    // All other accesses to what the previous kernel wrote depend on these reads.
+    // All other accesses to what the previous kernel wrote depend on these reads, except those to
+    // dQ's flags (send_dq.cuh).
     if (!FS_AFTER) wait_for_what_ran_before();
     // Lets dQ's kernel start, whose blocks need a whole SM each. The conversion kernel is not
     // started early: its blocks would crowd on the few SMs that are idle by now.
