@@ -216,12 +216,12 @@ class Decoder:
         ):
             return self.by_token
         of_q, of_k, of_v = places
-        parts, lse, _owner = scratch
+        parts, lse, owner = scratch
         head = (
             *(0, *of_q, 0, *self._by_token, 0, *of_k, 0, *of_v),
             *(lse, *parts, self._ready.items, *_WHOLE),
         )
-        return _Repeated(self, self._ready, self._new_by_token, stream, head, k.shape[2])
+        return _Repeated(self, self._ready, self._new_by_token, stream, head, k.shape[2], owner)
 
     def _output(self, q: Any, k: Any, v: Any, new: Any, strides: tuple[int, int, int]) -> Any:
         space = self._space
@@ -325,10 +325,18 @@ class _Repeated:
     """`Decoder.by_token` for tensors whose strides and number of keys are known."""
 
     def __init__(
-        self, decoder: Decoder, ready: _Ready, new: Any, stream: int, head: Any, capacity: int
+        self,
+        decoder: Decoder,
+        ready: _Ready,
+        new: Any,
+        stream: int,
+        head: Any,
+        capacity: int,
+        scratch: Any,
     ) -> None:
         self._by_token, self._space, self._again = decoder.by_token, decoder._space, ready.again
         self._new, self.stream, self.head, self.capacity = new, stream, head, capacity
+        self._scratch = scratch  # the memory that `head` points to; the decoder may replace its own
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         space, stream, runtime = self._space, self.stream, cupy.cuda.runtime

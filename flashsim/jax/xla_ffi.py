@@ -191,8 +191,11 @@ class Layout:
         for span in self._pointers(at, n):
             self._same.append(_content(span, ctypes.sizeof(_SPAN)))
             address, length = _SPAN.from_address(span)[:]
-            self._same += [_content(address, length)] if length else []
-            found.append(self._same[-1][1] if length else b"")
+            text = b""
+            if length:
+                self._same.append(_content(address, length))
+                text = self._same[-1][1]
+            found.append(text)
         return found
 
     def _pointers(self, address: int, n: int) -> list[int]:

@@ -81,14 +81,14 @@ def flash_attn_func(
 @core.with_options_of(flash_attn_func)
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
     """Call `flash_attn_func` with q, k and v in one tensor, (batch, n, 3, heads, head_dim)."""
-    return flash_attn_func(*core.unpacked(qkv), *options, **named)
+    return flash_attn_func(*core.unpacked("qkv", qkv), *options, **named)
 
 
 @own_errors
 @core.with_options_of(flash_attn_func)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """Call `flash_attn_func` with k and v in one tensor, (batch, n_k, 2, heads_k, head_dim)."""
-    return flash_attn_func(q, *kv.unbind(-3), *options, **named)
+    return flash_attn_func(q, *core.unpacked("kv", kv), *options, **named)
 
 
 @own_errors
@@ -145,7 +145,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """Call `flash_attn_varlen_func` with q, k and v in one tensor, (tokens, 3, heads, head_dim)."""
     lengths: Any = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(-3), *lengths, *options, **named)
+    q, k, v = core.unpacked("qkv", qkv, "tokens")
+    return flash_attn_varlen_func(q, k, v, *lengths, *options, **named)
 
 
 @own_errors
@@ -162,7 +163,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """Call `flash_attn_varlen_func` with k and v in one tensor, (tokens, 2, heads_k, head_dim)."""
     lengths: Any = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(q, *kv.unbind(-3), *lengths, *options, **named)
+    k, v = core.unpacked("kv", kv, "tokens")
+    return flash_attn_varlen_func(q, k, v, *lengths, *options, **named)
 
 
 @own_errors

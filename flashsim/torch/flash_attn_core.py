@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -44,14 +44,28 @@ class ScoreOptions(NamedTuple):
 
 
 def with_options_of(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Show the arguments of `whole` after q, k and v in place of ``*options`` and ``**named``."""
+    """Show the arguments of `whole` after q, k and v in place of ``*options`` and ``**named``.
+
+    Other arguments raise TypeError, of which `own_errors` makes an error of flashsim.
+    """
     shared = [*inspect.signature(whole).parameters.values()][3:]
 
     def decorated(function: Any) -> Any:
-        signature = inspect.signature(function, eval_str=False)
+        signature = inspect.signature(function)
         own = [x for x in signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
-        function.__signature__ = signature.replace(parameters=[*own, *shared])
-        return function
+        names = [x.name for x in (*own, *shared)]
+        takes = f"{function.__name__} takes {', '.join(names)}"
+
+        @wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            if len(given) > len(names) or not all([name in names for name in named]):
+                raise TypeError(takes)
+            return function(*given, **named)
+
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *shared]
+        )
+        return call
 
     return decorated
 
@@ -351,11 +365,12 @@ def check_axes(name: str, x: Any, axes: str = "(batch, n, heads, head_dim)") -> 
         raise ShapeError(f"{name} must be a tensor {axes}, got {found}")
 
 
-def unpacked(qkv: Tensor) -> tuple[Tensor, ...]:
-    """Return q, k and v as views of one tensor (batch, n, 3, heads, d)."""
-    if qkv.ndim != 5 or qkv.shape[2] != 3:
-        raise ShapeError(f"qkv must be (batch, n, 3, heads, head_dim), got {tuple(qkv.shape)}")
-    return qkv.unbind(2)
+def unpacked(name: str, x: Tensor, rows: str = "batch, n") -> tuple[Tensor, ...]:
+    """Return q, k and v, or k and v, as views of one tensor; its name is theirs together."""
+    axes = f"({rows}, {len(name)}, heads, head_dim)"
+    if x.ndim != axes.count(",") + 1 or x.shape[-3] != len(name):
+        raise ShapeError(f"{name} must be {axes}, got {tuple(x.shape)}")
+    return x.unbind(-3)
 
 
 def limits(window: Window) -> tuple[int, int] | None:

@@ -98,7 +98,7 @@ def flash_attn_qkvpacked_func(
     If `num_heads_q` is passed, the tensor is (batch, n, num_heads_q + 2 heads_k, head_dim).
     """
     if num_heads_q is None:
-        q, k, v = core.unpacked(qkv)
+        q, k, v = core.unpacked("qkv", qkv)
     else:
         kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
         if qkv.ndim != 4 or rest or kv_heads < 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from operator import index
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from flashsim.errors import UnsupportedError
 from flashsim.functions.builder import graph_of
 from flashsim.functions.graph import Graph
 from flashsim.functions.tracing import Traced
+from flashsim.problem import checks
 
 LIBRARY = torch.library.Library("flashsim", "FRAGMENT")
 _GIVEN = "Tensor q, Tensor k, Tensor v, Tensor[] more, float softcap, float? scale, str text"
@@ -68,14 +70,17 @@ class Heard(NamedTuple):
         return Options(causal, left, right, softcap, scale, *rest)
 
 
-_WORDS = {"True": True, "False": False, "None": None}
+def _flag(name: str, word: str) -> bool:
+    """Return the flag that a word means; torch.compile passes flags unchecked."""
+    return checks.flag(name, {"True": True, "False": False}.get(word, word))
 
 
 @lru_cache(maxsize=1024)
 def heard(text: str) -> Heard:
     """Return what an `OpCall`'s text says."""
     causal, left, right, algorithm, deterministic, by, names, functions = text.split(" ", 7)
-    options = _WORDS[causal], int(left), int(right), algorithm, _WORDS[deterministic], by
+    ordered = None if deterministic == "None" else _flag("deterministic", deterministic)
+    options = _flag("causal", causal), int(left), int(right), algorithm, ordered, by
     asked = json.loads(functions or "{}")
     wanted = asked.pop("wanted", ())
     graphs = {name: graph_of(entry) for name, entry in asked.items()}
@@ -97,7 +102,9 @@ class OpCall(NamedTuple):
     def of(cls, question: Options, names: Sequence[str] = (), functions: str = "") -> OpCall:
         """Return the arguments for options, the names of `more`, and JSON of traced functions."""
         causal, left, right, softcap, scale, *rest = question
-        words = " ".join(map(str, (causal, left, right, *rest)))
+        # Under torch.compile, `index` makes a number of a symbol, which has no text.
+        window = [index(x) if type(x) is int else x for x in (left, right)]
+        words = " ".join(map(str, (causal, *window, *rest)))
         return cls(softcap, scale, f"{words} {','.join(names)} {functions}")
 
     @property
@@ -349,7 +356,7 @@ def folded(
     """
     if said.functions:
         no_vmap()
-    if "cu_seqlens_q" in said.names:
+    if not {"cu_seqlens_q", "cu_seqlens_k"}.isdisjoint(said.names):
         raise UnsupportedError(
             "torch.vmap cannot map packed sequences, because cu_seqlens already packs a batch "
             "into one sequence; pack the mapped sequences too, or loop over them"

@@ -214,6 +214,8 @@ def _flash_4(a: Arguments) -> AttentionCall:
     return call
 
 
+_OF_SCORES = "score_mod: what it computes is not counted"
+
 #: The names of calls of flashsim's own functions.
 OURS = "flashsim.torch.attention"
 
@@ -221,8 +223,10 @@ OURS = "flashsim.torch.attention"
 def _ours(a: Arguments) -> AttentionCall:
     """Read the operator of `flashsim.torch.attention`, whose tensors are (batch, heads, n, d)."""
     q, v, call = a["q"], a["v"], OpCall(a["softcap"], a["scale"], a["text"])
-    asked, notes = call.question, list[str]()
-    more = dict(zip(heard(call.text).names, a["more"], strict=True))
+    asked, said = call.question, heard(call.text)
+    notes = [_OF_SCORES] if "score_mod" in said.functions else []
+    unread = "mask_mod, which is not read: counted as dense"
+    more = dict(zip(said.names, a["more"], strict=True))
     bias = more.get("bias")
     cu_q, cu_k = (_offsets(more.get(f"cu_seqlens_{side}"), notes) for side in "qk")
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = q.shape, v.shape
@@ -234,6 +238,7 @@ def _ours(a: Arguments) -> AttentionCall:
             window=_window(asked.window_left, asked.window_right, asked.causal),
             bias=None if bias is None else tuple(bias.shape[:2]),
             sinks="sinks" in more,
+            note=unread if "mask_mod" in said.functions else "",
         ),
         scale=call.scale,
         softcap=call.softcap,
@@ -252,7 +257,7 @@ def _flex(a: Arguments) -> AttentionCall:
     notes = []
     score_mod = a["score_mod"]  # torch's operator gets "_identity" for no function
     if score_mod is not None and getattr(score_mod, "__name__", "") != "_identity":
-        notes.append("score_mod: what it computes is not counted")
+        notes.append(_OF_SCORES)
     if k.shape[0] != batch:
         notes.append("k and v are shared along the batch: counted once an entry")
     return AttentionCall(

@@ -482,6 +482,15 @@ fa3.flash_attn_with_kvcache(Q, K, V, page_table=[[0]]) -> DTypeError: page_table
 cute.flash_attn_func(Q, K, [V]) -> ShapeError: v must be a tensor
 cute.flash_attn_varlen_func([Q], K, V) -> DTypeError: q must be Tensor, got [tensor(
 fa3.flash_attn_func(Q, K, V, is_causal=True) -> UnknownArgumentError: here it is called causal
+fa2.flash_attn_qkvpacked_func(Q, casual=True)
+    -> UnknownArgumentError: flash_attn_qkvpacked_func() has no argument 'casual'
+fa2.flash_attn_varlen_qkvpacked_func(Q, CUTS[0], 5, block_table=None)
+    -> UnknownArgumentError: flash_attn_varlen_qkvpacked_func() has no argument 'block_table'
+fa2.flash_attn_varlen_kvpacked_func(Q, K, *CUTS, 5, 8, *[0] * 8, None)
+    -> UnknownArgumentError: flash_attn_varlen_kvpacked_func(): too many positional arguments
+fa2.flash_attn_kvpacked_func(Q, K) -> ShapeError: kv must be (batch, n, 2, heads, head_dim), got (
+fa2.flash_attn_varlen_kvpacked_func(Q[0], K, *CUTS, 5, 8)
+    -> ShapeError: kv must be (tokens, 2, heads, head_dim), got (
 """)
 
 

@@ -236,6 +236,15 @@ def test_packed_sequences_compile_too():
     torch.testing.assert_close(compiled(*inputs), call(*inputs, **CUTS))
 
 
+@pytest.mark.parametrize("bias", [None, (1, 2)], ids=["plain", "bias"])
+def test_a_window_may_be_a_symbol_of_the_compiler(bias):
+    windowed = lambda left, *x: call(*x, window=(left, 0))  # noqa: E731
+    compiled = torch.compile(windowed, fullgraph=True, backend="aot_eager", dynamic=True)
+    inputs = tensors(bias=bias)
+    for left in (3, 2):
+        torch.testing.assert_close(compiled(left, *inputs), windowed(left, *inputs))
+
+
 def test_the_meta_device_gives_shapes():
     q, k, v = (x.detach().to("meta") for x in tensors())
     out, lse = attention(q, k, v, return_lse=True)
@@ -388,6 +397,8 @@ ask(is_causal=True) -> UnknownArgumentError: 'is_causal'; here it is called caus
 call(Q, K[..., :2], V) -> ShapeError: same head_dim
 torch.vmap(lambda x: call(x, K, V, **CUTS))(Q[None])
     -> UnsupportedError: vmap cannot map packed sequences
+torch.vmap(lambda x: call(x, K, V, cu_seqlens_k=[0, 9]))(Q[None])
+    -> UnsupportedError: vmap cannot map packed sequences
 second_derivative() -> UnsupportedError: no second derivatives
 attention(Q.to("meta"), K, V) -> DTypeError: one device, got q on meta, k on cpu, v on cpu
 attention(Q[0, 0, 0], K, V) -> ShapeError: q must be (batch, heads, n, head_dim) ... got (4,)
@@ -415,6 +426,14 @@ ask(sinks=torch.zeros(3)) -> ShapeError: of shape (2,), got float32 of shape (3,
 ask(sinks=torch.zeros(2, dtype=torch.int64)) -> ShapeError: got int64
 ask(sinks=torch.zeros(2, device="meta")) -> DTypeError: on q's device cpu, got meta
 """)
+
+
+@pytest.mark.parametrize("name", ["causal", "deterministic"])
+@pytest.mark.parametrize("more", [{}, {"sinks": torch.zeros(2)}], ids=["plain", "sinks"])
+def test_compiled_code_refuses_other_flags_too(name, more):
+    compiled = torch.compile(ask, fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match=f"{name} must be True or False, got '1'"):
+        compiled(**{name: 1}, **more)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

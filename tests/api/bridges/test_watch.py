@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -390,6 +392,24 @@ def test_checkpointing_makes_calls_in_the_backward():
         torch.utils.checkpoint.checkpoint(Attend(), x, use_reentrant=False).sum().backward()
 
     assert ["checkpointing" in call.note for call in seen] == [False, True]
+
+
+def test_functions_in_a_graph_of_the_compiler_are_noted():
+    """Our operator has a score and a mask function as a text."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def attend(x):
+        halved, lower = lambda s, b, h, i, j: s / 2, lambda b, h, i, j: i >= j
+        return flashsim.torch.flex_attention(x, x, x, halved, lower)
+
+    torch.compile(attend, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(SQUARE)
+    call = seen_in(lambda x: graphs[0](x)[0], SQUARE)
+    assert "score_mod: what it computes is not counted" in call.note
+    assert "mask_mod, which is not read: counted as dense" in call.note
 
 
 def test_a_compiled_model_is_seen_uncompiled():
