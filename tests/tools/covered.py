@@ -30,7 +30,8 @@ OMIT = (
 )
 #: Files that only the emulator runs; without g++ they are left out.
 EMULATED = (
-    *("backends/cupy_gpu/decode.py", "backends/cupy_gpu/softmax_matmul.py"),
+    *("backends/cupy_gpu/decode.py", "backends/cupy_gpu/decode_options.py"),
+    *("backends/cupy_gpu/workspace.py", "backends/cupy_gpu/softmax_matmul.py"),
     "backends/reports/decode_report.py",
 )
 LEFT_OUT = () if sys.platform == "linux" and shutil.which("g++") else EMULATED
