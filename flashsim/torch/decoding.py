@@ -93,8 +93,10 @@ def decode(
         plain = type(q) is type(k_cache) is type(v_cache) is Tensor
         if plain and direct.unwatched():
             run = _on_gpu if q.is_cuda else _packed
-    if run is operator and not torch.compiler.is_compiling():
-        _refuse_transforms(q, k_cache, v_cache)
+    if run is operator:
+        _check_types(q, k_cache, v_cache)  # torch would run a meta tensor's part without a check
+        if not torch.compiler.is_compiling():
+            _refuse_transforms(q, k_cache, v_cache)
     out, lse = run(
         *(q, k_cache, v_cache, lengths, block_table, starts, entries),
         *(causal, left, right, softcap, scale, splits or 0),
@@ -155,6 +157,14 @@ def _on_gpu(*call: Any) -> tuple[Tensor, Tensor]:
     return _written_out(*call) if decoder is None else decoder(*call[:7])
 
 
+def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise DTypeError(
+            "q and the caches must have the same dtype and be on the same device, got "
+            + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        )
+
+
 def _problem(call: tuple[Any, ...]) -> Problem:
     """Check shapes and types, and return a `Problem` that assumes that all cached keys are live."""
     q, k, v, _, table, starts, entries, causal, left, right, softcap, scale, _ = call
@@ -164,11 +174,7 @@ def _problem(call: tuple[Any, ...]) -> Problem:
             "q must be (batch, heads, n_q, head_dim), and the caches (entries, kv_heads, n, "
             f"width) with the same entries, heads and n, got {found}"
         )
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise DTypeError(
-            "q and the caches must have the same dtype and be on the same device, got "
-            + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
-        )
+    _check_types(q, k, v)
     if q.shape[3] != k.shape[3] or 0 in q.shape or 0 in k.shape or 0 in v.shape:
         raise ShapeError(f"q and k must have the same head_dim, and no size may be 0, got {found}")
     batch, heads, n_q, d = q.shape

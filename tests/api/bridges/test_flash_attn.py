@@ -465,6 +465,7 @@ decode(*CACHE, block_table=TABLE, cache_starts=torch.zeros(2).int())
 decode(*CACHE[:2], CACHE[2][:, :, :4]) -> ShapeError: same entries
 decode(CACHE[0], CACHE[1][:1], CACHE[2][:1]) -> ShapeError: an entry for each of the
 decode(CACHE[0].double(), *CACHE[1:]) -> DTypeError: the same dtype
+decode(CACHE[0], CACHE[1].to("meta"), CACHE[2].to("meta")) -> DTypeError: float32 on meta
 decode(CACHE[0][..., :8], *CACHE[1:]) -> ShapeError: the same head_dim
 decode(*CACHE, block_table=[[0], [1]]) -> DTypeError: block_table must be Tensor | None, got [[0
 fa2.flash_attn_func(Q, K, V, alibi_slopes=[0.5, 0.25]) -> DTypeError: alibi_slopes must be Tensor
