@@ -14,7 +14,8 @@ except ImportError as error:
         f"flashsim.jax needs JAX, which cannot be imported ({error}): "
         "pip install 'flashsim-attention[jax]'"
     ) from None
-if getattr(jax, "__version_info__", ()) < (0, 10, 2):  # as in setup.cfg, which a test compares
+# The version of setup.cfg, which a test compares. The site's build replaces JAX: it has no tuple.
+if isinstance(v := getattr(jax, "__version_info__", ()), tuple) and v < (0, 10, 2):
     raise BackendUnavailable(
         f"flashsim.jax needs JAX 0.10.2 or newer, but found {jax.__version__}: "
         "pip install --upgrade 'flashsim-attention[jax]'"
