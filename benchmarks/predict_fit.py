@@ -13,7 +13,7 @@ import numpy as np
 from predict_times import PASSES, as_it_ran
 
 from flashsim import Problem
-from flashsim.studies.predict import Constants, calibration, model, predict
+from flashsim.studies.predict import Constants, calibration, model, predict, stage_time
 from flashsim.studies.predict.calibration import CALIBRATED
 from flashsim.studies.predict.units import once_bytes
 
@@ -137,7 +137,7 @@ def points(everything, kernels, names):
             continue
         for name, each in used.items():
             if name in names and each.stage.name in one.stages:
-                works = model.works_of(each, traffic)
+                works = stage_time.works_of(each, traffic)
                 seconds = one.stages[each.stage.name]
                 alone = partial(_alone, works, name)
                 found.append(Point(alone, seconds, one.seed, {name}, one.problem))
@@ -148,15 +148,15 @@ def constants_of(kernels, one, problem):
     """Return the name of a launch's constants; an empty string for a kernel that streams rows."""
     if not one.kernel.shared_bytes:
         return ""
-    return next(n for n in model.constants_names(one, problem) if (kernels, n) in FREE)
+    return next(n for n in stage_time.constants_names(one, problem) if (kernels, n) in FREE)
 
 
 def _whole(passes, traffic, constants):
-    return sum(one.seconds for one in model.stage_times(passes, traffic, constants))
+    return sum(one.seconds for one in stage_time.stage_times(passes, traffic, constants))
 
 
 def _alone(works, name, constants):
-    return model.stage_seconds(works, constants[name])[0]
+    return stage_time.stage_seconds(works, constants[name])[0]
 
 
 class Search:

@@ -13,7 +13,7 @@ from flashsim.backends.launch_policy.cost_model import Queue
 from flashsim.backends.launch_policy.hopper import Hopper
 from flashsim.l2 import L2Model, dram
 from flashsim.schedule import tables
-from flashsim.studies.predict import Constants, calibration, model, predict
+from flashsim.studies.predict import Constants, calibration, model, predict, stage_time
 from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.units import (
     L2_PORT,
@@ -131,9 +131,11 @@ def test_what_dq_adds_beside_dk_and_dv():
     fewest = replace(few, batch=2)
     adds = {}
     for name, shape in (("some", p), ("few", few), ("fewest", fewest)):
-        works = model.works_of(*prepared(shape, "dq"))
-        its = model._constants(works[-1].one, works[-1].traffic, calibration.CALIBRATED["hopper"])
-        alone = model.stage_seconds(works, its)[0]
+        works = stage_time.works_of(*prepared(shape, "dq"))
+        its = stage_time._constants(
+            works[-1].one, works[-1].traffic, calibration.CALIBRATED["hopper"]
+        )
+        alone = stage_time.stage_seconds(works, its)[0]
         adds[name] = predict(shape, direction="backward").stages[-1].seconds / alone
     assert adds["some"] < 0.8  # most SMs have nothing else to do
     # 36 SMs are idle; 60 of 96 blocks have a tile each by their numbers, and begin last.
@@ -143,12 +145,12 @@ def test_what_dq_adds_beside_dk_and_dv():
 
 def test_a_block_that_waits_for_an_sm_holds_its_first_tile_back():
     """Three SMs, one of them free after 10: its block has the third tile, not whoever is done."""
-    assert model._held_back(Queue([2.0], 3, 3), [0.0, 0.0, 10.0]) == 12
+    assert stage_time._held_back(Queue([2.0], 3, 3), [0.0, 0.0, 10.0]) == 12
     # the fourth to sixth do not wait
-    assert model._held_back(Queue([2.0], 6, 6), [0.0, 0.0, 10.0]) == 12
-    assert model._held_back(Queue([2.0], 2, 2), [0.0, 0.0, 10.0]) == 2  # no third block
+    assert stage_time._held_back(Queue([2.0], 6, 6), [0.0, 0.0, 10.0]) == 12
+    assert stage_time._held_back(Queue([2.0], 2, 2), [0.0, 0.0, 10.0]) == 2  # no third block
     # head by head: 3 3 1 | 1 at 5
-    assert model._held_back(Queue([3.0, 1.0], 2, 1), [0.0, 5.0]) == 7
+    assert stage_time._held_back(Queue([3.0, 1.0], 2, 1), [0.0, 5.0]) == 7
 
 
 def test_blocks_that_share_an_sm_wait_side_by_side():
@@ -391,11 +393,11 @@ def test_what_stays_in_l2_waits_for_no_hbm():
 def test_the_first_tiles_of_a_wave_wait_for_hbm():
     """Two waves of 132 blocks with four visits: Q, O, LSE and a quarter of K and V of one wave."""
     p = Problem(256, 704, 128, batch=4, heads=33, dtype="bfloat16")
-    works = model.works_of(*prepared(p, tiling=Tiling(128, 176)))
+    works = stage_time.works_of(*prepared(p, tiling=Tiling(128, 176)))
     q_o, k_v, lse = 2 * 132 * 256 * 128 * 2, 2 * 132 * 704 * 128 * 2, 132 * 256 * 4
     none = Constants(launch=0.0)
     assert works[-1].visits.tolist() == [4, 4]
-    seconds, last, _, hbm = model.stage_seconds(works, none)
+    seconds, last, _, hbm = stage_time.stage_seconds(works, none)
     speed = calibration.STREAMED[True][1] * H200.hbm_bandwidth  # as fast as kernels that stream
     assert hbm == pytest.approx((q_o + k_v + lse) / speed)
     alone = (q_o + lse + k_v / 4) / 2 / speed
@@ -405,27 +407,27 @@ def test_the_first_tiles_of_a_wave_wait_for_hbm():
 def test_a_row_tile_whose_warpgroups_compute_their_own_visits_takes_longer(monkeypatch):
     """Once per row tile, in the time in which it waits."""
     p = Problem(2000, head_dim=64, heads=1, dtype="bfloat16", causal=True)
-    (work,) = model.works_of(*prepared(p, tiling=Tiling(192, 128)))
+    (work,) = stage_time.works_of(*prepared(p, tiling=Tiling(192, 128)))
     assert work.one.tables.shares is not None
     found = []
     for seconds in (0.0, 3e-6):
         monkeypatch.setattr(calibration, "SHARES", seconds)
-        found.append(model.durations(work, Constants())[1])
+        found.append(stage_time.durations(work, Constants())[1])
     assert found[1] - found[0] == pytest.approx(3e-6)
     even = replace(p, n_q=1920, causal=False)  # without a mask, all compute all visits
-    (whole,) = model.works_of(*prepared(even, tiling=Tiling(192, 128)))
+    (whole,) = stage_time.works_of(*prepared(even, tiling=Tiling(192, 128)))
     assert whole.one.tables.shares is None
-    assert model.durations(whole, Constants())[1].max() == 0
+    assert stage_time.durations(whole, Constants())[1].max() == 0
 
 
 def test_units_work_for_the_mean_of_the_warpgroups_and_the_longest_ends_last():
     """Three warpgroups of 64 rows: 1, 1 and 2 key tiles of 128, of which each masks one."""
     p = Problem(192, head_dim=64, heads=1, dtype="bfloat16", causal=True)
-    (work,) = model.works_of(*prepared(p, tiling=Tiling(192, 128)))
+    (work,) = stage_time.works_of(*prepared(p, tiling=Tiling(192, 128)))
     assert work.one.tables.shares is not None
     assert (work.visits.tolist(), work.longest.tolist()) == ([4 / 3], [2])
     assert work.masked.tolist() == [1]
-    shared, waiting = model.durations(work, Constants(scores=1.0, masked=10.0, visit=1e-6))
+    shared, waiting = stage_time.durations(work, Constants(scores=1.0, masked=10.0, visit=1e-6))
     scores, scaled = work.visit["scores"], work.visit["scores"] + SCALED * work.visit["O"]
     assert shared.tolist() == pytest.approx([4 / 3 * scaled + 10 * scores])
     assert waiting.tolist() == pytest.approx([2 * 1e-6 * PAIR / 3 + calibration.SHARES])
@@ -435,7 +437,7 @@ def test_sms_without_a_work_tile_leave_their_part_of_l2_to_others():
     whole = Problem(128, head_dim=128, heads=132, kv_heads=132, dtype="bfloat16")
     times = {}
     for heads in (132, 99, 12):
-        (work,) = model.works_of(*prepared(replace(whole, heads=heads, kv_heads=heads)))
+        (work,) = stage_time.works_of(*prepared(replace(whole, heads=heads, kv_heads=heads)))
         times[heads] = work.visit["L2"], work.own[0]
     for each in range(2):
         assert times[99][each] == pytest.approx(0.75 * times[132][each])
