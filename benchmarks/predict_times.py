@@ -229,7 +229,7 @@ def short_backwards():
 
 
 def forms():
-    """Return the passes of `FORMS`, at the tiles of today's rule unless the form has its own."""
+    """Return the passes of `FORMS`; a form without a tile of its own runs at the rule's tile."""
     found, device = [], Device.get("H100")
     for path in FORMS:
         for shape, took in backward_forms.read(path)[0].items():
