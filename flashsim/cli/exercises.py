@@ -44,10 +44,10 @@ def listed() -> Tables:
         "grades it; kernel-... exercises are solved in Triton or Pallas",
     )
     for name in (*shelf.names(), *shelf.kernel_names()):
-        exercise = shelf.find(name)
-        task = exercise.tasks[0] if isinstance(exercise, KernelExercise) else exercise.task
-        sram = None if exercise.questions else task.sram_bytes
-        full = None if exercise.questions else exercise.full_marks_bytes
+        exercise, full, sram = shelf.find(name), None, None
+        if isinstance(exercise, KernelExercise) or not exercise.questions:
+            task = exercise.tasks[0] if isinstance(exercise, KernelExercise) else exercise.task
+            full, sram = exercise.full_marks_bytes, task.sram_bytes
         table.add(name, exercise.title, full, sram, len(exercise.hints))
     return table
 
