@@ -203,10 +203,8 @@ class OpenHbm:
         self, tensor: Remote, rows: slice, cols: slice, member: int | None
     ) -> None:
         """Raise an error if an algorithm reads a part of a tensor that it never stored."""
-        if (
-            tensor.name in self._written
-            and not self._written_part(tensor, rows, cols, member).all()
-        ):
+        known = tensor.name not in self._written  # an input
+        if not (known or self._written_part(tensor, rows, cols, member).all()):
             raise MemoryModelError(
                 f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so there are no "
                 "numbers to read or to add to; store these rows first, or clear them by "
@@ -220,7 +218,7 @@ class OpenHbm:
         """Return a view that says which elements of a part of a tensor were stored."""
         heads = slice(None) if member is None else slice(member, member + 1)
         part = self._written[tensor.name][:, heads, rows]
-        return part if self._inside[tensor.name].vector else part[..., cols]
+        return part if self._behind(tensor).vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
         """Return which rows of a result were stored: "all", "none", or a text about the gaps."""
