@@ -96,7 +96,8 @@ def backward(machine: Machine) -> None:
                             P_ij /= np.where(l_i == 0, 1, l_i)[..., None]
                             dV_j += sram.rounded("P", P_ij).mT @ dO_i                     # 16
                             D_i = (dO_i * O_i).sum(axis=-1)                               # 19
-                            D_i -= dL_i
+                            if dL_i is not None:
+                                D_i -= dL_i
                             dS_ij, dbias_ij = score_gradient(                             # 17, 20
                                 sram, P_ij, dO_i, V_j, D_i, chain
                             )

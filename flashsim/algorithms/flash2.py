@@ -153,7 +153,8 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
             dL_i = lse_gradient(sram, rows)
             delta_i = sram.alloc("delta", O_i.shape[-2:-1])
             np.sum(dO_i * O_i, axis=-1, out=delta_i)                                      # 4
-            delta_i -= dL_i
+            if dL_i is not None:
+                delta_i -= dL_i
             if sram.problem.sinks:  # a sink has P = exp(sink - L) and no value: dSink = -P delta
                 sink, L_i = sram.load(hbm.sink, slice(0, 1)), sram.load(hbm.L, rows)
                 of_sink = -(np.exp(sink - L_i) * delta_i).sum(axis=-1, keepdims=True)
@@ -185,8 +186,7 @@ def _keys_outside(sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
                         Q_i = sram.load(hbm.Q, rows, member=g)                            # 9
                         dO_i = sram.load(hbm.dO, rows, member=g)
                         L_i = sram.load(hbm.L, rows, member=g)
-                        delta_i: np.ndarray | None = None
-                        dL_i: np.ndarray | float = 0.0
+                        delta_i = dL_i = None
                         if dq != "store":
                             delta_i = sram.load(hbm.delta, rows, member=g)
                         else:

@@ -72,12 +72,12 @@ def score_gradient(
     V_j: np.ndarray,
     delta_i: np.ndarray | None,
     chain: functions.Chain,
-    dL_i: np.ndarray | float = 0.0,
+    dL_i: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T; dS overwrites the dP tile.
 
     If `delta_i` is None, the function computes delta = rowsum(P o dP), minus the LSE's gradient
-    `dL_i`. This delta is right only if the tile has all keys that the rows see. The
+    `dL_i` if there is one. This delta is right only if the tile has all keys that the rows see. The
     first result is the gradient of the scaled product before the softcap, for dQ and dK. The second
     result is the bias's gradient, taken after the softcap and before the score function.
     """
@@ -86,7 +86,8 @@ def score_gradient(
     if delta_i is None:
         delta_i = sram.alloc("delta", P_ij.shape[-2:-1])
         np.sum(P_ij * dP_ij, axis=-1, out=delta_i)
-        delta_i -= dL_i
+        if dL_i is not None:
+            delta_i -= dL_i
     dS_ij = np.multiply(P_ij, dP_ij - delta_i[..., None], out=dP_ij)
     functions.score_derivative(sram, chain, dS_ij)
     if chain.cap is None:
@@ -96,9 +97,9 @@ def score_gradient(
     return dS_ij, dbias_ij
 
 
-def lse_gradient(sram: Sram, rows: slice, *, member: int | None = None) -> np.ndarray | float:
-    """Load and return the LSE's gradient for a range of rows; return 0 without a gradient."""
-    return sram.load(sram.hbm.dL, rows, member=member) if sram.problem.dlse else 0.0
+def lse_gradient(sram: Sram, rows: slice, *, member: int | None = None) -> np.ndarray | None:
+    """Load and return the LSE's gradient for a range of rows; return None without a gradient."""
+    return sram.load(sram.hbm.dL, rows, member=member) if sram.problem.dlse else None
 
 
 def fill(machine: Machine, name: str, values: dict[str, float]) -> None:

@@ -126,7 +126,8 @@ def _ds(machine: Machine) -> None:
                     dP_i = sram.load(hbm.dP, rows, keys)
                     dL_i = lse_gradient(sram, rows)
                     D_i = (P_i * dP_i).sum(axis=-1)
-                    D_i -= dL_i
+                    if dL_i is not None:
+                        D_i -= dL_i
                     dS_i = P_i * (dP_i - D_i[..., None])
                     reduce_dbias(sram, rows, dS_i, keys)
                     if p.softcap:
