@@ -181,16 +181,6 @@ def test_count_equals_measurement(algorithm, p, tiling, tight, key_order, scales
     assert_counted(p, algorithm, tiling, device, key_order)
 
 
-@pytest.mark.parametrize("scales", ["tensor", "head", "parts", "several"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_scales_are_counted_exactly(algorithm, scales):
-    p, tiling = Problem(113, 203, 16, dtype="float8_e4m3fn", heads=4, kv_heads=2), Tiling(32, 48)
-    for trace in assert_counted(
-        with_scales(p, tiling, scales), algorithm, tiling, Device.get("H100")
-    ):
-        assert trace.bytes("load", "K_scale")
-
-
 def test_fp8_and_its_scales_by_hand():
     """Row tiles of 32, 32 and 32 queries, column tiles of 48, 48 and 4 keys, every one visited."""
     p = Problem(96, 100, 16, dtype="float8_e4m3fn", heads=2, scales=(16, 24))
