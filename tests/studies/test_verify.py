@@ -530,13 +530,38 @@ def test_reads_of_the_judging_run(sizes, tiling, stage, measured):
     assert found == pytest.approx(measured, rel=1e-5)
 
 
-def test_the_first_visit_of_a_row_tile_stores_its_dq():
-    """An H100's counter of reductions, from `flashsim verify --soak 14 --seed 938919`."""
-    p = Problem(1024, head_dim=160, batch=4, heads=4, causal=True, dtype="float16")
-    first, adds = (
-        kernel(p, "fused", Tiling(64, 96), "H100", form=form) for form in reversed(FUSED)
-    )
-    assert first.crossing("reduce") == 52_428_800
+@pytest.mark.parametrize(
+    ("sizes", "tiling", "measured"),
+    [
+        # Rows of 320 bytes in clusters of two and four.
+        ({"n_q": 1024, "batch": 4, "heads": 2, "causal": True}, (64, 64), 67_149_824),
+        ({"n_q": 1000, "batch": 2, "heads": 8, "window": (1573, 137)}, (64, 64), 157_642_752),
+    ],
+)
+def test_reads_of_dk_and_dv_on_an_h200(sizes, tiling, measured):
+    """The H200's counters: docs/data/soak-judged-h200.csv."""
+    p = Problem(**sizes, head_dim=160, kv_heads=1, dtype="bfloat16")
+    one = kernel(p, "dkdv", Tiling(*tiling)).shared()
+    assert one.crossing("load", with_l1=True) + one.table_reads() == measured
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiling", "reads", "converted", "reduced"),
+    [
+        ((160, 4, 4, "float16"), (64, 96), 89_346_464, 10_493_952, 52_428_800),  # on an H100
+        ((72, 4, 8, "bfloat16"), (80, 128), 117_509_856, 9_450_496, 35_094_528),
+    ],
+)
+def test_flags_and_stores_of_the_first_visit(sizes, tiling, reads, converted, reduced):
+    """Counters; those of the fused kernel include the reads of blocks that wait."""
+    d, batch, heads, dtype = sizes
+    p = Problem(1024, head_dim=d, batch=batch, heads=heads, causal=True, dtype=dtype)
+    for name, measured, slack in (("fused", reads, 1e-3), ("convert", converted, 0.0)):
+        one = kernel(p, name, Tiling(*tiling), form="flash2-fused-first")
+        found = one.crossing("load", with_l1=True) + one.table_reads() + one.flag_reads()
+        assert found == pytest.approx(measured, rel=slack)
+    first, adds = (kernel(p, "fused", Tiling(*tiling), form=form) for form in reversed(FUSED))
+    assert first.crossing("reduce") == reduced
     moved = [sum(map(one.crossing, ("store", "reduce"))) for one in (first, adds)]
     assert moved[0] == moved[1]
 
