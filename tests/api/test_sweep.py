@@ -133,6 +133,18 @@ def test_running_out_of_memory_is_a_status(monkeypatch):
     assert row["status"] == "MemoryError: Unable to allocate 64.0 TiB"
 
 
+def test_too_many_values_are_refused_before_they_are_listed():
+    class Long(list):
+        def __len__(self):
+            return 10**9
+
+        def __iter__(self):
+            pytest.fail("the values were listed")
+
+    with pytest.raises(FlashSimError, match="n_q has more than 10,000,000 points"):
+        flashsim.sweep(n_q=Long())
+
+
 def test_any_iterable_is_an_axis_and_a_point_given_twice_is_one():
     assert [row["n_q"] for row in flashsim.sweep(range(64, 193, 64))] == [64, 128, 192]
     assert len(flashsim.sweep((64, 64, 128), kv_heads=[None, 1])) == 2
