@@ -17,6 +17,7 @@ from flashsim import Device, Problem, Tiling, errors, l2
 from flashsim.backends.launch_policy.hopper_kernels import product_columns
 from flashsim.problem.hardware import PRESETS, reported
 from flashsim.problem.masks import BlockMask
+from flashsim.schedule.plans import FUSED
 from flashsim.studies.verify import (
     METRICS,
     Case,
@@ -56,9 +57,9 @@ def predictions(algorithm="flash2"):
     ]
 
 
-def kernel(p, stage, tiling, device="H200", *, hopper=True, python=False):
+def kernel(p, stage, tiling, device="H200", *, form="flash2-fused", hopper=True, python=False):
     """A stage's kernel, by its name: of the fused backward, of three passes or of the forward."""
-    form = "flash2-fused" if stage in ("fused", "convert") else "flash2"
+    form = form if stage in ("fused", "convert") else "flash2"
     direction = "forward" if stage == "forward" else "backward"
     traffic = cases.predict(p, form, direction, tiling, device)
     found = next(one for one in traffic.stages if one.name == stage)
@@ -527,6 +528,42 @@ def test_reads_of_the_judging_run(sizes, tiling, stage, measured):
     one = kernel(p, stage, Tiling(*tiling), "H100").shared()
     found = one.crossing("load", with_l1=True) + one.table_reads()
     assert found == pytest.approx(measured, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiling", "measured"),
+    [
+        # Rows of 320 bytes in clusters of two and four.
+        ({"n_q": 1024, "batch": 4, "heads": 2, "causal": True}, (64, 64), 67_149_824),
+        ({"n_q": 1000, "batch": 2, "heads": 8, "window": (1573, 137)}, (64, 64), 157_642_752),
+    ],
+)
+def test_reads_of_dk_and_dv_on_an_h200(sizes, tiling, measured):
+    """The H200's counters: docs/data/soak-judged-h200.csv."""
+    p = Problem(**sizes, head_dim=160, kv_heads=1, dtype="bfloat16")
+    one = kernel(p, "dkdv", Tiling(*tiling)).shared()
+    assert one.crossing("load", with_l1=True) + one.table_reads() == measured
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiling", "reads", "converted", "reduced"),
+    [
+        ((160, 4, 4, "float16"), (64, 96), 89_346_464, 10_493_952, 52_428_800),  # on an H100
+        ((72, 4, 8, "bfloat16"), (80, 128), 117_509_856, 9_450_496, 35_094_528),
+    ],
+)
+def test_flags_and_stores_of_the_first_visit(sizes, tiling, reads, converted, reduced):
+    """Counters; those of the fused kernel include the reads of blocks that wait."""
+    d, batch, heads, dtype = sizes
+    p = Problem(1024, head_dim=d, batch=batch, heads=heads, causal=True, dtype=dtype)
+    for name, measured, slack in (("fused", reads, 1e-3), ("convert", converted, 0.0)):
+        one = kernel(p, name, Tiling(*tiling), form="flash2-fused-first")
+        found = one.crossing("load", with_l1=True) + one.table_reads() + one.flag_reads()
+        assert found == pytest.approx(measured, rel=slack)
+    first, adds = (kernel(p, "fused", Tiling(*tiling), form=form) for form in reversed(FUSED))
+    assert first.crossing("reduce") == reduced
+    moved = [sum(map(one.crossing, ("store", "reduce"))) for one in (first, adds)]
+    assert moved[0] == moved[1]
 
 
 def test_flops_of_items_that_clusters_share_are_of_whole_thirty_twos():
