@@ -134,7 +134,7 @@ def _not_finite(array: Any) -> int:
 
 
 def warn_of_overflow(results: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Warn of NaN or infinity in results if the inputs have none; -inf in a bias or sinks is fine."""
+    """Warn of NaN or infinity in results if the inputs have none; bias and sinks may hold -inf."""
     for name, x in results.items():
         bad = _not_finite(x)
         if not bad:
