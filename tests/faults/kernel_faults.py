@@ -406,7 +406,7 @@ FAULTS = {
     "first-rows-without-visits": Fault(
         "dQ of rows without keys is whatever memory holds",
         *(ROWS, "* 2] != 2;  // no visit", "* 2] == 3;  // no visit"),
-        hopper("test_features and keys and 64"),
+        hopper("test_scratch_memory and 64"),
     ),
     # -- the portable kernels; test_emulated.py sees these on a CPU --------------------------------
     "portable-o-not-rescaled": Fault(
