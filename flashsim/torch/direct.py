@@ -97,7 +97,7 @@ def _on_cpu(asked: Checked) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, 
         job = checked.given(_numbers(q), _numbers(k), _numbers(v))
         outcome = run(job)
         if unseen := outcome.unseen("out"):
-            warn_of_overflow(unseen, job.arrays)
+            warn_of_overflow(unseen, job.inputs)
         return give(outcome.arrays["out"]), give(outcome.arrays["lse"])
 
     return forward
