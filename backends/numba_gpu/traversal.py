@@ -182,14 +182,10 @@ def _not_unrolled(module: ir.Module) -> Any:
     return node
 
 
-def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``, the bytes of a row's 16-byte piece that are not padding."""
-
-    @emitted(types.int32, types.int32)
-    def piece_bytes_(b, piece):
-        return row.piece_bytes(b, piece)
-
-    return piece_bytes_
+@emitted(types.int32, types.int32)
+def piece_bytes(b, piece, *, row):
+    """Return the bytes of a row's 16-byte piece that are not padding."""
+    return row.piece_bytes(b, piece)
 
 
 def vector_load(rows_all: int, threads: int) -> Any:

@@ -162,8 +162,8 @@ FAULTS = {
     "hopper-dq-of-other-keys": Fault(
         "with 64 queries per tile and 64 columns, half of dQ reads the dS of other keys",
         f"{NUMBA}.hopper.smem_layout",
-        "(first // self.ds_wide * self.block_k * self.ds_wide + first % self.ds_wide) * 2",
-        "first * self.block_k * 2",
+        "(first // wide * block_k * wide + first % wide) * 2",
+        "first * block_k * 2",
         ("backends/test_numba_kernels.py", "-k", "piece_of_dq"),
     ),
     "hopper-dq-half-of-a-piece": Fault(

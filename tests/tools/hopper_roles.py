@@ -301,7 +301,7 @@ def parts(block, half):
 
         return copy if blocks == 1 else copy_to_all
 
-    def lay_down(n, apart):
+    def lay_down(apart):
         def lay(place, sums):
             for name in "k", "v", "q", "dout":
                 for stage in range(2):
@@ -311,19 +311,19 @@ def parts(block, half):
 
         return lay
 
-    def add_from(n, apart):
+    def add_from(apart):
         def add(sums, place, rank):
             there, own = block.cluster.blocks[rank], at.region("k") + 128 * block.group * 4
             which, first = divmod((place - own) // apart, half)
             assert block.cluster.lives(rank), "a block that has ended"
             assert own + which * half * apart in there.laid, "nothing is there yet"
-            assert first % (n // 2) == 0
+            assert first % 16 == 0
             block.lots.step()
             return (*sums, (first, rank, there.laid[own + which * half * apart]))
 
         return add
 
-    def store_output(bf16, n, row_of, later=False):
+    def store_output(bf16, row_of, later=False):
         def store(to, row_bytes, sums, factors, key, stop, column=0):
             block.stored.append((to // DATA, block.group, column, sums))
             return 0

@@ -107,21 +107,21 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
     queue_dp = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=True)
     # A later product may be pending: dP after the scores, dV after dP, dK after dQ and dV.
     first_done, all_done = hopper.product_wait(1), hopper.product_wait(0)
-    scale_scores = softmax.scale_scores(1, block_q, softcap)
-    mask = gradients.mask_columns(block_q, bool(c.left), bool(c.right))
-    queue_dv = gradients.queue_dv(bf16, block_q, d, slices, softcap=softcap, start=start)
-    score_gradients = gradients.score_gradients(bf16, block_q)
+    scale_scores = softmax.scale_scores(softcap)
+    mask = gradients.mask_columns(bool(c.left), bool(c.right))
+    queue_dv = gradients.queue_dv(bf16, slices, softcap=softcap, start=start)
+    score_gradients = gradients.score_gradients(bf16)
     f = fragment_functions(kernel, 1, block_q, by_row=False)
     has_mask, has_score, apply_mask = f.has_mask, f.has_score, f.mask
     probabilities, masked_probabilities = f.probabilities, f.masked_probabilities
     slope_of, first_rows = f.slope, first_rows_of(kernel)
-    queue_whole_dv = hopper.queue_output(bf16, d, block_q)  # a score function takes no slices
-    score_products = gradients.score_products(bf16, block_q)
-    round_scores = hopper.round_operand(bf16, block_q)
+    queue_whole_dv = hopper.queue_output(bf16)  # a score function takes no slices
+    score_products = gradients.score_products(bf16)
+    round_scores = hopper.round_operand(bf16)
     ds_place, dq_place = gradients.ds_place(ds_wide), gradients.dq_place(dq_rows)
-    store_ds, stage_dq = gradients.store_ds(block_k, block_q, ds_wide), gradients.stage_dq(dq_rows)
+    store_ds, stage_dq = gradients.store_ds(block_k, ds_wide), gradients.stage_dq
     queue_dq = gradients.queue_dq(bf16, dq_rows, block_k, ds_wide)
-    queue_dk = hopper.queue_output(bf16, d, block_q)
+    queue_dk = hopper.queue_output(bf16)
     take, leave, visits_of = i.take, i.leave, i.visits
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, stamp, stamp_block = w.visit, w.stamp, w.stamp_block
@@ -132,7 +132,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
     piece_free, piece_full = hopper.named_sync(160), hopper.named_arrive(160)
 
     def store_sums(row_of: Any) -> Any:
-        store = hopper.store_output(bf16, d, row_of)
+        store = hopper.store_output(bf16, row_of)
 
         @device
         def store_rows(to, row_bytes, sums, factors, key, stop, group):

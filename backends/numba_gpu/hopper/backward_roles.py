@@ -103,16 +103,16 @@ def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -
     queue_scores = hopper.queue_scores(bf16, block_k, depth, rows=block_q)
     all_done = hopper.product_wait(0)
     scores_done = hopper.product_wait(1)  # dP's product may be pending
-    scale_scores = softmax.scale_scores(1, block_k, softcap)
-    mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
+    scale_scores = softmax.scale_scores(softcap)
+    mask = softmax.mask_rows(1, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, 1, block_k, by_row=True)
     assert not f.has_score, "there are no registers for a score function"
     has_mask, apply_mask, first_rows = f.has_mask, f.mask, first_rows_of(kernel)
     load_rows, keys_place = wide_gradients.load_rows, wide_gradients.keys_place
-    store_probabilities = wide_gradients.store_probabilities(bf16, block_k, softcap)
-    store_gradients = wide_gradients.store_gradients(bf16, block_k)
+    store_probabilities = wide_gradients.store_probabilities(bf16, softcap)
+    store_gradients = wide_gradients.store_gradients(bf16)
     queue_dq = wide_gradients.queue_dq(bf16, wide, block_k)
-    rows_place, stage_dq = wide_gradients.rows_place, wide_gradients.stage_rows(wide, block_q)
+    rows_place, stage_dq = wide_gradients.rows_place, wide_gradients.stage_rows(block_q)
     take, leave, visits_of = i.take, i.leave, i.visits
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, stamp, stamp_block = w.visit, w.stamp, w.stamp_block
@@ -227,9 +227,9 @@ def _sums(
     scores_full = _P_FULL if values else _DS_FULL
     assert at.chunks == 3, "the sums are three fragments"
 
-    new_sum, queue_sum = mma_tiles.zeros(block_k // 2), wide_gradients.queue_sum(bf16, block_k)
+    new_sum, queue_sum = mma_tiles.zeros(block_k // 2), wide_gradients.queue_sum(bf16)
     first_done, second_done, last_done = (hopper.product_wait(n) for n in (2, 1, 0))
-    store_sums = wide_gradients.store_sums(bf16, block_k, rows_of(c)[values])
+    store_sums = wide_gradients.store_sums(bf16, rows_of(c)[values])
     take, leave = i.take, i.leave
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     report, stamp, stamp_block = w.report, w.stamp, w.stamp_block

@@ -81,18 +81,18 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
     queue_scores = hopper.queue_scores(bf16, queries, depth, rows=c.block_k, of=block_q)
     all_done = hopper.product_wait(0)
     scores_done = hopper.product_wait(1)  # dP's product may be pending
-    scale_scores = softmax.scale_scores(1, queries, softcap)
-    mask = gradients.mask_columns(queries, bool(c.left), bool(c.right))
-    probabilities = wide_gradients.column_probabilities(queries, softcap)
-    score_gradients = wide_gradients.column_gradients(bf16, queries)
-    round_scores = hopper.round_operand(bf16, queries)
+    scale_scores = softmax.scale_scores(softcap)
+    mask = gradients.mask_columns(bool(c.left), bool(c.right))
+    probabilities = wide_gradients.column_probabilities(softcap)
+    score_gradients = wide_gradients.column_gradients(bf16)
+    round_scores = hopper.round_operand(bf16)
     f = fragment_functions(kernel, 1, queries, by_row=False)
     has_mask, has_score, apply_mask = f.has_mask, f.has_score, f.mask
     probabilities_of, masked_probabilities = f.probabilities, f.masked_probabilities
     slope_of, first_rows = f.slope, first_rows_of(kernel)
-    score_products = gradients.score_products(bf16, queries)
+    score_products = gradients.score_products(bf16)
     scores_place = wide_gradients.scores_place
-    store_scores = gradients.store_ds(c.block_k, queries, 64)
+    store_scores = gradients.store_ds(c.block_k, 64)
     queue_sums = wide_gradients.queue_columns(bf16, at, down=False, more=True)
     queue_dq = wide_gradients.queue_columns(bf16, at, down=True, more=False)
     groups = 2 if at.narrow else 1  # of products, for all columns of a warpgroup
@@ -101,7 +101,7 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
     dv_done = hopper.product_wait(groups)
     add_dq = wide_gradients.add_columns(at, rows_of(c)[0]) if fused and not staged else None
     rows_place = wide_gradients.rows_place
-    stage_dq = wide_gradients.stage_rows(columns, block_q)
+    stage_dq = wide_gradients.stage_rows(block_q)
     take, leave, visits_of = i.take, i.leave, i.visits
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block

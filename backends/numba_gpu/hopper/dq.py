@@ -175,18 +175,18 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
     # -- Fragments
     new_dq = mma_tiles.zeros(d // 2)
     queue_scores = hopper.queue_scores(bf16, keys, d, of=block_k)  # also for dP
-    queue_dq = hopper.queue_output(bf16, d, keys, of=block_k)
+    queue_dq = hopper.queue_output(bf16, of=block_k)
     all_done = hopper.product_wait(0)
     scores_done = hopper.product_wait(1)  # dP's product may be pending
-    scale_scores = softmax.scale_scores(1, keys, softcap)
-    mask = softmax.mask_rows(1, keys, bool(c.left), bool(c.right))
+    scale_scores = softmax.scale_scores(softcap)
+    mask = softmax.mask_rows(1, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, 1, keys, by_row=True)
     has_mask, has_score, apply_score, apply_mask = f.has_mask, f.has_score, f.score, f.mask
     slope_of, first_rows = f.slope_alone, first_rows_of(kernel)
     # With a score function, the softcap's slope is part of `slope_of`.
-    probabilities = gradients.row_probabilities(keys, softcap and not has_score)
-    round_scores = hopper.round_operand(bf16, keys)
-    store_dq = hopper.store_output(bf16, d, rows_of(c)[0])
+    probabilities = gradients.row_probabilities(softcap and not has_score)
+    round_scores = hopper.round_operand(bf16)
+    store_dq = hopper.store_output(bf16, rows_of(c)[0])
     take, leave, visits_of, visit_words = i.take, i.leave, i.visits, i.visit_words
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block

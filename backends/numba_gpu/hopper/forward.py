@@ -209,17 +209,17 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
     new_o, new_sum = mma_tiles.zeros(dv // 2), mma_tiles.zeros(2)
     new_max = mma_tiles.full(2, NEG_INF)
     queue_scores = hopper.queue_scores(bf16, block_k, d)
-    queue_output = hopper.queue_output(bf16, dv, block_k)
+    queue_output = hopper.queue_output(bf16)
     all_done = hopper.product_wait(0)
     scores_first = hopper.product_wait(1)  # the output's product, queued later, may be pending
-    scale_scores = softmax.scale_scores(1, block_k, softcap)
-    mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
+    scale_scores = softmax.scale_scores(softcap)
+    mask = softmax.mask_rows(1, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, 1, block_k, by_row=True)
     has_mask, has_score, apply_score, apply_mask = f.has_mask, f.has_score, f.score, f.mask
     first_rows = first_rows_of(kernel)
     sinks, sink_of_head = kernel.sinks, sink_of(kernel)
-    round_operand = hopper.round_operand(bf16, block_k)
-    store_output = hopper.store_output(bf16, dv, rows_of(c)[1])
+    round_operand = hopper.round_operand(bf16)
+    store_output = hopper.store_output(bf16, rows_of(c)[1])
     take, leave, visits_of, visit_words = i.take, i.leave, i.visits, i.visit_words
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block

@@ -44,10 +44,10 @@ def key_gradients(
     blocks, across = c.cluster, at.row_of_threads
     tiles_end = at.region("dout") + at.regions["dout"]
     assert blocks == 1 or columns * across <= tiles_end, "room for both"
-    lay_down, add_from = gradients.lay_down(columns, across), gradients.add_from(32, across)
+    lay_down, add_from = gradients.lay_down(across), gradients.add_from(across)
     new_piece, uncounted = mma_tiles.zeros(16), hopper.uncounted
-    store_piece_dk = hopper.store_output(bool(c.bf16), 32, key_row, later=True)
-    store_piece_dv = hopper.store_output(bool(c.bf16), 32, value_row, later=True)
+    store_piece_dk = hopper.store_output(bool(c.bf16), key_row, later=True)
+    store_piece_dv = hopper.store_output(bool(c.bf16), value_row, later=True)
     tiles_read, cluster_sync = hopper.named_sync(128 * at.groups), hopper.cluster_sync
 
     @device

@@ -32,7 +32,7 @@ def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
 def barrier_init_fence(b: ir.IRBuilder) -> None:
     """Make the barriers that this thread initialized visible to TMA ("fence.proxy", "membar")."""
     asm(b, "fence.mbarrier_init.release.cluster;", "", [], effects=True)
-    fence_async(b, "shared::cta")
+    fence_async(b, space="shared::cta")
 
 
 def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
@@ -41,7 +41,7 @@ def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> N
     asm(b, text, "r,r", [barrier, b.zext(condition, I32)], effects=True)
 
 
-def barrier_expect(b: ir.IRBuilder, barrier: ir.Value, count: int) -> None:
+def barrier_expect(b: ir.IRBuilder, barrier: ir.Value, *, count: int) -> None:
     """Arrive at a barrier whose phase must also receive `count` bytes ("mbarrier.arrive")."""
     text = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count};"
     asm(b, text, "r", [barrier], effects=True)
@@ -63,12 +63,12 @@ def barrier_wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
 # -- named barriers: 0 is syncthreads -------------------------------------------------------------
 
 
-def named_sync(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
+def named_sync(b: ir.IRBuilder, number: ir.Value, *, threads: int) -> None:
     """Arrive at a named barrier, and wait until `threads` threads have arrived ("bar.sync")."""
     asm(b, f"bar.sync $0, {threads};", "r", [number], effects=True, together=True)
 
 
-def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
+def named_arrive(b: ir.IRBuilder, number: ir.Value, *, threads: int) -> None:
     """Arrive at a named barrier without waiting ("bar.arrive")."""
     asm(b, f"bar.arrive $0, {threads};", "r", [number], effects=True, together=True)
 
@@ -160,7 +160,7 @@ def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
     asm(b, f"cp.async.bulk.wait_group{'.read' if read else ''} 0;", "", [], effects=True)
 
 
-def fence_async(b: ir.IRBuilder, space: str) -> None:
+def fence_async(b: ir.IRBuilder, *, space: str) -> None:
     """Order this thread's accesses to `space` relative to those by TMA ("fence.proxy.async").
 
     In shared memory, this fence also covers accesses by matrix products.
@@ -239,7 +239,7 @@ def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
 # -- registers move from one warpgroup to others --------------------------------------------------
 
 
-def registers(b: ir.IRBuilder, count: int, *, more: bool) -> None:
+def registers(b: ir.IRBuilder, *, count: int, more: bool) -> None:
     """Set the registers per thread of this warpgroup ("setmaxnreg")."""
     way = "inc" if more else "dec"
     text = f"setmaxnreg.{way}.sync.aligned.u32 {count};"

@@ -83,34 +83,33 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     pieces_ds = mma_tiles.pieces(tile_ds, transposed=True)
     columns_k = mma_tiles.pieces(tile_k, transposed=False)
     swapped_q, swapped_do = Operand(tile_q, swapped=True), Operand(tile_do, swapped=True)
-    multiply_kq = mma_tiles.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
-    multiply_vdo = mma_tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
+    multiply_kq = mma_tiles.multiply(bf16, blocks, d, Operand(tile_k), swapped_q)
+    multiply_vdo = mma_tiles.multiply(bf16, blocks, dv, Operand(tile_v), swapped_do)
     right_q, right_do = Operand(tile_q, extra=True), Operand(tile_do, extra=True)
-    multiply_dsq = mma_tiles.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
-    multiply_pdo = mma_tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
+    multiply_dsq = mma_tiles.multiply(bf16, blocks, chunk, "accumulators", right_q)
+    multiply_pdo = mma_tiles.multiply(bf16, blocks, chunk, "accumulators", right_do)
     load_columns = gradients.load_columns(chunk)
     f = fragment_functions(kernel, blocks, chunk, by_row=False)
     has_mask, has_score = f.has_mask, f.has_score
     apply_score, keep, alive = f.score, f.keep, f.alive
     slope_of, slope_alone, first_rows = f.slope, f.slope_alone, first_rows_of(kernel)
-    scale_scores = softmax.scale_scores(blocks, chunk, softcap)
+    scale_scores = softmax.scale_scores(softcap)
     own = not has_score  # the softcap's slope is that of `probabilities`
-    probabilities = gradients.probabilities(blocks, chunk, False, scaled and own, softcap and own)
-    mask = gradients.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
-    score_gradients = gradients.score_gradients(blocks, chunk, False, softcap and own)
-    stage_dk = output.stage(bf16, blocks, d_part, tile_k)
-    stage_dv = output.stage(bf16, blocks, dv_part, tile_v)
-    stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
+    probabilities = gradients.probabilities(blocks, False, scaled and own, softcap and own)
+    mask = gradients.mask_probabilities(blocks, False, bool(c.left), bool(c.right))
+    score_gradients = gradients.score_gradients(blocks, False, softcap and own)
+    stage_dk = output.stage(bf16, blocks, tile_k)
+    stage_dv = output.stage(bf16, blocks, tile_v)
+    stage_ds = output.stage(bf16, blocks, tile_ds)
     # dQ: the block's warps form a warps_q x warps_d grid over its (block_q, d) tile
     warps_q, warps_d = c.warps_q, c.warps // c.warps_q
     halves, half = bool(c.halves), (c.warps + 1) // 2
     dq_blocks, dq_cols = block_q // (16 * warps_q), -(-(d // 16) // warps_d) * 16
     new_dq = mma_tiles.zeros(dq_blocks * dq_cols // 2)
     left_ds = Operand(tile_ds, swapped=True, extra=True)
-    multiply_dsk = mma_tiles.multiply(
-        bf16, dq_blocks, dq_cols, block_k, left_ds, Operand(tile_k, extra=True)
-    )
-    reduce_dq = output.reduce_tile(dq_blocks, dq_cols, key_row, wide)
+    right_k = Operand(tile_k, extra=True)
+    multiply_dsk = mma_tiles.multiply(bf16, dq_blocks, block_k, left_ds, right_k)
+    reduce_dq = output.reduce_tile(dq_blocks, key_row, wide)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block

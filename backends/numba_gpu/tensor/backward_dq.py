@@ -68,21 +68,19 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     pieces_k, columns_k = (mma_tiles.pieces(tile_k, transposed=x) for x in (True, False))
     pieces_v = mma_tiles.pieces(tile_v, transposed=True)
     swapped_k, swapped_v = Operand(tile_k, swapped=True), Operand(tile_v, swapped=True)
-    multiply_qk = mma_tiles.multiply(bf16, blocks, chunk, d, Operand(tile_q), swapped_k)
-    multiply_dov = mma_tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_do), swapped_v)
-    multiply_dsk = mma_tiles.multiply(bf16, blocks, d, chunk, "accumulators", Operand(tile_k))
+    multiply_qk = mma_tiles.multiply(bf16, blocks, d, Operand(tile_q), swapped_k)
+    multiply_dov = mma_tiles.multiply(bf16, blocks, dv, Operand(tile_do), swapped_v)
+    multiply_dsk = mma_tiles.multiply(bf16, blocks, chunk, "accumulators", Operand(tile_k))
     load_rows = gradients.load_rows(blocks)
     f = fragment_functions(kernel, blocks, chunk, by_row=True)
     has_mask, has_score = f.has_mask, f.has_score
     apply_score, keep, alive, slope_of = f.score, f.keep, f.alive, f.slope_alone
-    first_rows, scale_scores = first_rows_of(kernel), softmax.scale_scores(blocks, chunk, softcap)
+    first_rows, scale_scores = first_rows_of(kernel), softmax.scale_scores(softcap)
     apart = not has_score  # the softcap's slope is that of `probabilities`
-    probabilities = gradients.probabilities(
-        blocks, chunk, True, scaled and apart, softcap and apart
-    )
-    mask = gradients.mask_probabilities(blocks, chunk, True, bool(c.left), bool(c.right))
-    score_gradients = gradients.score_gradients(blocks, chunk, True, softcap and apart)
-    stage_dq = output.stage(bf16, blocks, d, tile_q)
+    probabilities = gradients.probabilities(blocks, True, scaled and apart, softcap and apart)
+    mask = gradients.mask_probabilities(blocks, True, bool(c.left), bool(c.right))
+    score_gradients = gradients.score_gradients(blocks, True, softcap and apart)
+    stage_dq = output.stage(bf16, blocks, tile_q)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block

@@ -59,15 +59,15 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     pieces_k = mma_tiles.pieces(tile_k, transposed=True)
     keep_q = mma_tiles.load_fragments(blocks, d, tile_q)
     left = "registers" if q_regs else Operand(tile_q)
-    multiply_qk = mma_tiles.multiply(bf16, blocks, block_k, d, left, Operand(tile_k, swapped=True))
-    multiply_pv = mma_tiles.multiply(bf16, blocks, dv, block_k, "accumulators", Operand(tile_v))
-    scale_scores = softmax.scale_scores(blocks, block_k, softcap)
-    mask = softmax.mask_rows(blocks, block_k, bool(c.left), bool(c.right))
+    multiply_qk = mma_tiles.multiply(bf16, blocks, d, left, Operand(tile_k, swapped=True))
+    multiply_pv = mma_tiles.multiply(bf16, blocks, block_k, "accumulators", Operand(tile_v))
+    scale_scores = softmax.scale_scores(softcap)
+    mask = softmax.mask_rows(blocks, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, blocks, block_k, by_row=True)
     has_mask, has_score = f.has_mask, f.has_score
     apply_score, apply_mask, first_rows = f.score, f.mask, first_rows_of(kernel)
     sinks, sink_of_head = kernel.sinks, sink_of(kernel)
-    stage_o = output.stage(bf16, blocks, dv, tile_o)
+    stage_o = output.stage(bf16, blocks, tile_o)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block
