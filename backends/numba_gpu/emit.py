@@ -178,6 +178,21 @@ def asm(
     return builder.call(code, operands, attrs=("convergent",) if together else ())
 
 
+def instruction(
+    text: str, constraints: str = "", returns: ir.Type | None = None, **how: bool
+) -> Callable[..., Any]:
+    """Return ``emit(builder, *operands)``, which emits this PTX instruction (see `asm`).
+
+    By default, the instruction has `effects`.
+    """
+    how = {"effects": True, **how}
+
+    def emit(builder: ir.IRBuilder, *operands: ir.Value) -> ir.Value:
+        return asm(builder, text, constraints, list(operands), returns, **how)
+
+    return emit
+
+
 def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
     """Return the fields of an instruction's struct result as separate values."""
     return [builder.extract_value(value, x) for x in range(count)]

@@ -268,7 +268,7 @@ FAULTS = {
     # -- the mma.sync kernels -------------------------------------------------------------------
     "mma-copies-not-waited-for": Fault(
         "tiles are read before their copies have arrived",
-        *(f"{NUMBA}.ptx", 'asm(b, "cp.async.wait_all;", "", [], effects=True)', "pass", MMA),
+        *(f"{NUMBA}.ptx", 'instruction("cp.async.wait_all;")', 'instruction("")', MMA),
     ),
     "mma-bank-swizzle-of-reads": Fault(
         "a tile is read without the permutation with which it was written",

@@ -72,8 +72,8 @@ class SmemLayout:
 class OnChip(SmemLayout):
     """The forward's shared-memory layout: a work tile's Q, and pipeline stages of K and V.
 
-    `q_bytes` are the bytes of Q that one warpgroup reads, of 64 query rows; `k_bytes` and `v_bytes`
-    those per pipeline stage.
+    `q_bytes` is the number of bytes of Q that one warpgroup reads (64 query rows). `k_bytes` and
+    `v_bytes` are the bytes per pipeline stage of K and of V.
     """
 
     def __init__(self, block_q: int, block_k: int, d: int, dv: int, stages: int) -> None:
@@ -233,10 +233,10 @@ class Roles(ByKeys):
 class DqAlone(SmemLayout):
     """The shared-memory layout of the Q-outer dQ kernel, the third of three backward passes.
 
-    A row tile is divided into `pieces` of 64 rows, of which Q or dO take `own_bytes` each. Q and dO
-    stay in shared memory for one work tile. K and V have two pipeline stages of `key_bytes`, and
-    each visit (tile pair) uses one stage. If there is only one piece, two warpgroups divide the
-    keys, and pass dQ through `scratch`, 64 columns at a time.
+    A row tile is divided into `pieces` of 64 rows. A piece of Q, or of dO, has `own_bytes`. Q and
+    dO stay in shared memory for one work tile. K and V have two pipeline stages of `key_bytes`
+    each, and each visit (tile pair) uses one stage. If there is only one piece, two warpgroups
+    divide the keys, and pass dQ through `scratch`, 64 columns at a time.
     """
 
     def __init__(self, block_q: int, block_k: int, d: int) -> None:

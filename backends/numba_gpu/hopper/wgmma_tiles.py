@@ -261,8 +261,8 @@ def queue_scores(b, *operands, bf16, n, depth, rows=64, of=0, more=False):
 def queue_output(b, o, p, v, *, bf16, of=0):
     """Queue o + P V (`p`: from `round_operand`).
 
-    The caller must wait for the product. The V tile has `of` rows, of which P has a column each for
-    the first ones (for all of them if `of` is 0).
+    The caller must wait for the product. P has one column per row of V that the product uses. The
+    V tile has `of` rows, of which the product uses the first ones, or all if `of` is 0.
     """
     n, depth = 2 * len(o), 4 * len(p)
     right = ptx_hopper.descriptor(b, v, (of or depth) * 128)

@@ -96,9 +96,9 @@ def queue_columns(b, *operands, bf16, at, down, more):
     """Queue a product for the warpgroup's columns; the operands are scores, a tile and the group.
 
     The scores are P^T or dS^T. With `down`, they are transposed, so that the left operand is dS.
-    With `more`, the first operand are sums to which the product is added. The tile is one of K, Q
-    or dO. Sums of wide columns precede sums of narrow columns (`ColumnsDivided`). The wide columns
-    and the narrow columns are two groups of products.
+    With `more`, the operands begin with sums, to which the product is added. The tile is one of K,
+    Q or dO. Sums of wide columns precede sums of narrow columns (`ColumnsDivided`). The wide
+    columns and the narrow columns are two groups of products.
     """
     *sums, scores, tile, group = operands
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
@@ -188,7 +188,7 @@ def keys_place(b, tile):
 
 @emitted(Like(1), int32, FRAGMENT, FRAGMENT, float32, float32)
 def store_probabilities(b, place, s, lse, to_log2, cap, *, bf16, softcap):
-    """Store P = exp2(c S - lse), and return what `column_probabilities` returns second.
+    """Store P = exp2(c S - lse); return P times the softcap's derivative (P without a softcap).
 
     `lse` is the negative log-sum-exp, in base 2, of the thread's rows. Storing 16 keys overlaps
     with the exponentials of the next 16 keys.

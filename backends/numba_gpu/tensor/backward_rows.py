@@ -26,10 +26,8 @@ from flashsim.backends.numba_gpu.emit import (
     i32,
 )
 from flashsim.backends.numba_gpu.traversal import (
-    SLOTS,
     constants,
     piece_bytes,
-    rows_of,
     walk_functions,
     write_zeros,
 )
@@ -130,26 +128,22 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
     """Return the kernel's Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
-    row_tile, report = w.row_tile, w.report
     head_dim, threads, fused = c.head_dim, kernel.threads, bool(c.fused)
-    key_row, value_row = rows_of(c)
-    value_bytes, cleared_bytes = piece_bytes(value_row), zeros_bytes(key_row)
+    value_bytes, cleared_bytes = piece_bytes(c.value_row), zeros_bytes(c.key_row)
     chunks = c.head_dim_v // 8
     lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= chunks)  # lanes that share a row
     apart = threads // lanes
     dot_products, lane_sums = dots(bool(c.bf16), apart), summed(lanes)
     write, subtract = write_rows(apart), less_rows(apart)
     dlse, delta_slot = bool(c.dlse), 12 if c.dlse else 8
-    wait_for_what_ran_before = w.wait_for_what_ran_before
-    let_what_runs_next_start = w.let_what_runs_next_start
 
     def flash_delta(a):
-        wait_for_what_ran_before()
-        let_what_runs_next_start()  # all other inputs of the next kernel are complete too
+        w.wait_for_what_ran_before()
+        w.let_what_runs_next_start()  # all other inputs of the next kernel are complete too
         i, walk, thread = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
         batch, head, lane = walk // a.heads, walk % a.heads, thread % lanes
-        start, stop, _ = row_tile(a, i)
-        slot = a.tile_counts + (int64(walk) * a.tiles + i) * (SLOTS * 4)
+        start, stop, _ = w.row_tile(a, i)
+        slot = w.tile_count(a, walk, i)
         o = a.o_data + (batch * a.o_batch + head * a.o_head) * 2 + lane * 16
         dout = a.dout_data + (batch * a.dout_batch + head * a.dout_head) * 2 + lane * 16
         o_row, dout_row = a.o_row * 2, a.dout_row * 2
@@ -171,12 +165,12 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
             for at in range(thread, (stop - start) * (head_dim // 4), threads):
                 write_zeros(to + at * 16)
                 cleared += cleared_bytes(at % (head_dim // 4) * 4)
-        report(slot, loaded)  # O and dO: one piece of each at a time
-        report(slot + 4, loaded)
+        w.report(slot, loaded)  # O and dO: one piece of each at a time
+        w.report(slot + 4, loaded)
         if dlse:
-            report(slot + 8, loaded_dlse)
-        report(slot + delta_slot, stored)
-        report(slot + delta_slot + 4, cleared)
+            w.report(slot + 8, loaded_dlse)
+        w.report(slot + delta_slot, stored)
+        w.report(slot + delta_slot + 4, cleared)
 
     return flash_delta
 
@@ -185,17 +179,15 @@ def flash_convert_kernel(kernel: Kernel) -> Any:
     """Return the kernel's Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
-    row_tile, report = w.row_tile, w.report
     head_dim, threads = c.head_dim, kernel.threads
-    per_row, key_row = c.head_dim // 8, rows_of(c)[0]
-    convert = rounded(bool(c.bf16), key_row, per_row, threads)
-    wait_for_what_ran_before = w.wait_for_what_ran_before
+    per_row = c.head_dim // 8
+    convert = rounded(bool(c.bf16), c.key_row, per_row, threads)
 
     def flash_convert(a):
-        wait_for_what_ran_before()
+        w.wait_for_what_ran_before()
         i, walk, thread = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
-        start, stop, _ = row_tile(a, i)
-        slot = a.tile_counts + (int64(walk) * a.tiles + i) * (SLOTS * 4)
+        start, stop, _ = w.row_tile(a, i)
+        slot = w.tile_count(a, walk, i)
         source = a.dq_acc + (int64(walk) * a.n_q + start) * (head_dim * 4)
         step = a.dq_row * 2
         to = a.dq_data + (walk // a.heads * a.dq_batch + walk % a.heads * a.dq_head) * 2
@@ -203,7 +195,7 @@ def flash_convert_kernel(kernel: Kernel) -> Any:
         pieces, stored = int32((stop - start) * per_row), 0
         for first in range(thread, pieces, DEEP * threads):
             stored += convert(to, step, source, first, pieces, a.scale)
-        report(slot, 2 * stored)
-        report(slot + 4, stored)
+        w.report(slot, 2 * stored)
+        w.report(slot + 4, stored)
 
     return flash_convert
