@@ -12,11 +12,12 @@ import numpy as np
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import UnsupportedError, require_numba
 from flashsim.l2 import captured
-from flashsim.l2.launch import L2Launch
+from flashsim.l2.launch import SIDE, L2Launch
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans, tensors
 from flashsim.schedule.dq_order import turns
+from flashsim.schedule.names import REDUCE, STORE
 from flashsim.schedule.schedule import Csr, Schedule
 from flashsim.schedule.tables import MASKED
 
@@ -264,7 +265,14 @@ def stream(launch: L2Launch, tiles: TileNumbers, cache: SetCache | None = None) 
     expanded = touched.expand(ids, codes, MOST_REQUESTS)
     if isinstance(expanded, int):
         raise _too_many(stage, expanded)
-    return Stream(stage, *expanded)
+    ids, codes = expanded
+    if stage.stores_first:
+        (dq,) = (m.tensor for m in stage.visit if m.op == "reduce" and m.tile.name == "dQ")
+        its = tiles.range_of(dq)
+        (adds,) = np.nonzero((codes % SIDE == REDUCE) & (its.start <= ids) & (ids < its.stop))
+        _, first = np.unique(ids[adds], return_index=True)
+        codes[adds[first]] -= REDUCE - STORE
+    return Stream(stage, ids, codes)
 
 
 #: The lines of a cache for no tiles.

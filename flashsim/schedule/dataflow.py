@@ -46,6 +46,10 @@ class StageDataflow(NamedTuple):
 
     With `once`, one visit computes a row tile's complete results, so each row tile must have
     exactly one visit (`Schedule.visited_once`).
+
+    With `stores_first`, the first visit of a row tile stores dQ_acc, and later visits add to it.
+    Which visit is first depends on the order in which blocks run, so the account counts all of them
+    as "reduce". Hardware executes the first one as a store, which moves as many bytes.
     """
 
     name: str
@@ -59,6 +63,7 @@ class StageDataflow(NamedTuple):
     converts: bool = False
     parts: Literal["", "walks", "merges"] = ""
     once: bool = False
+    stores_first: bool = False
 
 
 class Algorithm(NamedTuple):
@@ -172,9 +177,12 @@ _FUSED_BACKWARD = (
     _convert("dQ"),
     _CONVERT_DBIAS,
 )
-# The first visit of a row tile stores its part of dQ, and later ones add to it. So no stage writes
-# zeros. On a GPU, two flags per row tile say who is first; like semaphores, they are not counted.
-_FIRST_BACKWARD = (_DELTA, *_FUSED_BACKWARD[1:])
+# No stage writes zeros. On a GPU, two flags per row tile say which visit is first; like semaphores,
+# they are not counted.
+_FIRST_BACKWARD = tuple(
+    _DELTA if stage.name == "delta" else stage._replace(stores_first=stage.name == "fused")
+    for stage in _FUSED_BACKWARD
+)
 # A row tile with one visit has all its P and dP on chip at once. So the visit computes delta from
 # them, and its dQ is complete. No stage before it computes delta, and none after it sums dQ.
 _ONCE_BACKWARD = (

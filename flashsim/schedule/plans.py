@@ -102,6 +102,7 @@ class Stage:
     converts: bool = False
     parts: str = ""
     once: bool = False
+    stores_first: bool = False
     before: tuple[Move, ...] = ()
     visit: tuple[Move, ...] = ()
     after: tuple[Move, ...] = ()
@@ -187,7 +188,8 @@ def _stage(p: Problem, flow: StageDataflow) -> Stage:
         longest = max(s.k_stop - s.k_start for s in p.sequences) if flow.per != "bias" else p.n_kv
         each = [Buffer(tile.name, tile.per_row + tile.per_score * longest) for tile in each]
     how = flow.dense, flow.per, flow.whole_rows, flow.converts, flow.parts, flow.once
-    return Stage(flow.name, flow.outer, (*held, *each), *how, before, visit, after)
+    buffers = (*held, *each)
+    return Stage(flow.name, flow.outer, buffers, *how, flow.stores_first, before, visit, after)
 
 
 def _moves(p: Problem, text: str, outer: Outer) -> tuple[Move, ...]:

@@ -17,6 +17,7 @@ from flashsim import Device, Problem, Tiling, errors, l2
 from flashsim.backends.launch_policy.hopper_kernels import product_columns
 from flashsim.problem.hardware import PRESETS, reported
 from flashsim.problem.masks import BlockMask
+from flashsim.schedule.plans import FUSED
 from flashsim.studies.verify import (
     METRICS,
     Case,
@@ -56,9 +57,9 @@ def predictions(algorithm="flash2"):
     ]
 
 
-def kernel(p, stage, tiling, device="H200", *, hopper=True, python=False):
+def kernel(p, stage, tiling, device="H200", *, form="flash2-fused", hopper=True, python=False):
     """A stage's kernel, by its name: of the fused backward, of three passes or of the forward."""
-    form = "flash2-fused" if stage in ("fused", "convert") else "flash2"
+    form = form if stage in ("fused", "convert") else "flash2"
     direction = "forward" if stage == "forward" else "backward"
     traffic = cases.predict(p, form, direction, tiling, device)
     found = next(one for one in traffic.stages if one.name == stage)
@@ -527,6 +528,17 @@ def test_reads_of_the_judging_run(sizes, tiling, stage, measured):
     one = kernel(p, stage, Tiling(*tiling), "H100").shared()
     found = one.crossing("load", with_l1=True) + one.table_reads()
     assert found == pytest.approx(measured, rel=1e-5)
+
+
+def test_the_first_visit_of_a_row_tile_stores_its_dq():
+    """An H100's counter of reductions, from `flashsim verify --soak 14 --seed 938919`."""
+    p = Problem(1024, head_dim=160, batch=4, heads=4, causal=True, dtype="float16")
+    first, adds = (
+        kernel(p, "fused", Tiling(64, 96), "H100", form=form) for form in reversed(FUSED)
+    )
+    assert first.crossing("reduce") == 52_428_800
+    moved = [sum(map(one.crossing, ("store", "reduce"))) for one in (first, adds)]
+    assert moved[0] == moved[1]
 
 
 def test_flops_of_items_that_clusters_share_are_of_whole_thirty_twos():

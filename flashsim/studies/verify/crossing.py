@@ -150,7 +150,17 @@ class StageKernel:
                         stage.name, p, traffic.tiling.of(stage.name), blocks
                     )
                 total += (blocks - 1) * n * traffic.tiling.block_k * 2 * columns * 4
-        return total
+        return total + {"store": 1, "reduce": -1}.get(op, 0) * self.stored_first()
+
+    def stored_first(self) -> int:
+        """Return the bytes of dQ that first visits store, which the account counts as reduced."""
+        traffic, p = self.traffic, self.traffic.problem
+        if not self.stage.stores_first:
+            return 0
+        schedule = traffic.schedule(self.stage)
+        rows = int(schedule.heights[schedule.visit_counts > 0].sum())
+        heads = p.batch * p.heads // schedule.members
+        return heads * rows * row_elements(p.head_dim) * p.compute_itemsize
 
     def table_reads(self, *, warps: int = 1) -> int:
         """Return the bytes that thread blocks read from the tables of work tiles and visits.

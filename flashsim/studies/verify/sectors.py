@@ -27,7 +27,8 @@ def sectors_written(kernel: StageKernel) -> int | None:
     not implemented: float32 (whose kernels store other pieces), packed sequences, a bias, and other
     algorithms' stages.
     """
-    traffic, stage, p, total = kernel.traffic, kernel.stage, kernel.traffic.problem, 0
+    traffic, stage, p = kernel.traffic, kernel.stage, kernel.traffic.problem
+    total = kernel.stored_first()
     if p.itemsize != 2 or len(p.sequences) > 1 or stage.name not in (*WALKS, "delta", "convert"):
         return None
     for name, kind, tensor in traffic.transfers:
