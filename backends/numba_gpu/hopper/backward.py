@@ -51,17 +51,12 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))
     assert c.cluster == 1 or not (c.ordered or c.timeline), "items have one block there"
     w = item_functions(c, at, by_row=False, part=bool(c.after or c.more))
-    run = roles(
+    return roles(
         *(c, at, w, _consumer(kernel, at, w)),
         piece_barriers=(_DQ_FREE, _DQ_FULL),
         sends=bool(c.fused),
         start=not c.scaled,
     )
-
-    def hopper_backward(map_q, map_k, map_v, map_dout, map_dq, a, counter):
-        run(map_q, map_k, map_v, map_dout, map_dq, a, counter)
-
-    return hopper_backward
 
 
 def _consumer(kernel: Kernel, at: KeysOutside, w: Any) -> Any:

@@ -41,17 +41,12 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
     c = constants(kernel)
     at = ColumnsDivided(c.block_q, c.block_k, c.d, bool(c.fused))
     w = item_functions(c, at, by_row=False)
-    run = roles(
+    return roles(
         *(c, at, w, _consumer(kernel, at, w)),
         piece_barriers=(_DQ_FREE, _DQ_FULL),
         sends=at.staged,
         start=False,
     )
-
-    def hopper_backward_wide(map_q, map_k, map_v, map_dout, map_dq, a, counter):
-        run(map_q, map_k, map_v, map_dout, map_dq, a, counter)
-
-    return hopper_backward_wide
 
 
 def _consumer(kernel: Kernel, at: ColumnsDivided, w: Any) -> Any:

@@ -49,7 +49,7 @@ def roles(
     sends: bool,
     start: bool,
 ) -> Any:
-    """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, which each block runs.
+    """Return the kernel ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``.
 
     One warpgroup produces. Every consumer warpgroup runs ``consume(a, shared, group)``, where
     `group` is its number. `piece_barriers` are two named barriers, for "dQ's staging area is free"
@@ -66,7 +66,6 @@ def roles(
     warpgroup, warp_of = hopper.warpgroup, hopper.warp
     clustered, cluster_sync = c.cluster > 1, hopper.cluster_sync
 
-    @device
     def run(map_q, map_k, map_v, map_dout, map_dq, a, counter):
         shared = shared_base()
         if cuda.threadIdx.x == 0:
