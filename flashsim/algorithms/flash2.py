@@ -8,6 +8,7 @@ at once.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -106,25 +107,16 @@ def backward(machine: Machine) -> None:
     convert(machine, "dBias_acc", "dBias")
 
 
-def backward_fused(machine: Machine) -> None:
+def backward_fused(machine: Machine, *, clears_dq: bool = True) -> None:
     """Compute the gradients (Algorithm 2) in one KV-outer pass, which accumulates dQ in HBM.
 
     The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, the order of atomic additions
     to dQ changes from run to run, so the last bits of dQ vary.
+
+    Unless `clears_dq` is true, no pass sets dQ to 0. The first visit of a row tile then stores its
+    part of dQ, and later visits add to it. The conversion of dQ writes 0 for a row tile without
+    visits.
     """
-    _fused(machine, clears_dq=True)
-
-
-def backward_fused_first(machine: Machine) -> None:
-    """Compute the gradients as `backward_fused` does, but without a pass that sets dQ to 0.
-
-    The first visit of a row tile stores its part of dQ, and later visits add to it. The conversion
-    of dQ writes 0 for a row tile without visits.
-    """
-    _fused(machine, clears_dq=False)
-
-
-def _fused(machine: Machine, *, clears_dq: bool) -> None:
     delta_pass(machine, clears_dq=clears_dq)
     clear_dbias(machine)
     if not clears_dq:  # a tile that nothing was stored to counts as 0, as the GPU's flags tell
@@ -163,24 +155,14 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
             np.sum(dO_i * O_i, axis=-1, out=delta_i)                                      # 4
             if dL_i is not None:
                 delta_i -= dL_i
-            of_sink = _sink_gradient(sram, rows, delta_i)
+            if sram.problem.sinks:  # a sink has P = exp(sink - L) and no value: dSink = -P delta
+                sink, L_i = sram.load(hbm.sink, slice(0, 1)), sram.load(hbm.L, rows)
+                of_sink = -(np.exp(sink - L_i) * delta_i).sum(axis=-1, keepdims=True)
             sram.store(hbm.delta, rows, delta_i)
-            if of_sink is not None:
+            if sram.problem.sinks:
                 sram.reduce(hbm.dSink, slice(0, 1), of_sink)
             if clears_dq:
                 sram.store(accumulator(hbm, "dQ"), rows, 0.0)                             # 3
-
-
-def _sink_gradient(sram: Sram, rows: slice, delta_i: np.ndarray) -> np.ndarray | None:
-    """Return the contribution of these rows to the attention sinks' gradient, (lead, group, 1).
-
-    The result is None without sinks. An attention sink has the probability P = exp(sink - L) and no
-    value row, so its gradient is -P delta.
-    """
-    if not sram.problem.sinks:
-        return None
-    sink, L_i = sram.load(sram.hbm.sink, slice(0, 1)), sram.load(sram.hbm.L, rows)
-    return -(np.exp(sink - L_i) * delta_i).sum(axis=-1, keepdims=True)
 
 
 def _keys_outside(sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
@@ -259,6 +241,6 @@ def _dq_pass(machine: Machine) -> None:
 ALGORITHMS = {
     "flash2": (forward, backward),
     "flash2-fused": (forward, backward_fused),
-    "flash2-fused-first": (forward, backward_fused_first),
+    "flash2-fused-first": (forward, partial(backward_fused, clears_dq=False)),
     "flash2-once": (forward, backward_once),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 from flashsim.api import inputs
 from flashsim.api.decode_options import DecodeOptions, counted_fields, with_fields
@@ -25,40 +25,28 @@ if TYPE_CHECKING:
 LEVELS = ("requested", "dram")
 
 
+class _How(TypedDict, total=False):
+    algorithm: str
+    direction: str
+    tiling: Tiling | None
+    device: str | Device
+    key_order: str
+    splits: int | str | None
+    pack_gqa: bool | None
+    cache_seqlens: Sequence[int] | None
+    shared_prefix: int | None
+    decode: DecodeOptions | None
+
+
 @overload
 def count(
-    problem: Problem,
-    *,
-    algorithm: str = ...,
-    direction: str = ...,
-    tiling: Tiling | None = ...,
-    device: str | Device = ...,
-    key_order: str = ...,
-    splits: int | str | None = ...,
-    pack_gqa: bool | None = ...,
-    cache_seqlens: Sequence[int] | None = ...,
-    shared_prefix: int | None = ...,
-    decode: DecodeOptions | None = ...,
-    level: Literal["requested"] = ...,
+    problem: Problem, *, level: Literal["requested"] = ..., **how: Unpack[_How]
 ) -> Traffic: ...
 
 
 @overload
 def count(
-    problem: Problem,
-    *,
-    algorithm: str = ...,
-    direction: str = ...,
-    tiling: Tiling | None = ...,
-    device: str | Device = ...,
-    key_order: str = ...,
-    splits: int | str | None = ...,
-    pack_gqa: bool | None = ...,
-    cache_seqlens: Sequence[int] | None = ...,
-    shared_prefix: int | None = ...,
-    decode: DecodeOptions | None = ...,
-    level: Literal["dram"],
-    l2: L2Model | None = ...,
+    problem: Problem, *, level: Literal["dram"], l2: L2Model | None = ..., **how: Unpack[_How]
 ) -> Dram: ...
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from flashsim.api.kv_cache import check_table_kind
 from flashsim.errors import DTypeError, OptionError, ShapeError, own_errors, shown
 from flashsim.problem import checks
+from flashsim.problem.live_keys import read_lengths
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.split import check_splits
@@ -94,12 +95,7 @@ def _check_lengths(lengths: Any) -> None:
             )
         if not isinstance(lengths, np.ndarray):
             return
-        lengths = lengths.tolist()
-    if not isinstance(lengths, (list, tuple)) or not all(map(checks.is_int, lengths)):
-        raise ShapeError(
-            f"cache_seqlens must be integers, one per batch entry, got {shown(lengths)}"
-        )
-    for b, n in enumerate(lengths):
+    for b, n in enumerate(read_lengths(lengths)):
         if n < 0:
             raise OptionError(f"cache_seqlens[{b}] must be at least 0, got {n}")
 

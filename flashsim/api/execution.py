@@ -240,7 +240,10 @@ def backward(
     check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(job, expand(out), expand(lse, 3))
     result = made(Result, out=out, lse=lse, _job=job, _saved=saved, _asked=asked)
-    return result._backward(dout, dlse, request.tiling, deterministic, None, captured)
+    how = {"dlse": dlse, "deterministic": deterministic, "captured": captured}
+    # Without the method's own guard, errors about a type name this function.
+    gradients: Any = Result.backward.__wrapped__  # type: ignore[attr-defined]
+    return gradients(result, dout, tiling=request.tiling, **how)
 
 
 __all__ = ["Gradients", "Result", "backward", "run"]

@@ -57,9 +57,14 @@ class _Pass:
             )
         return self._trace
 
+    __repr__ = report.short
+
+    def _repr_html_(self) -> str:
+        return report.card(self) + (self.trace.table().html() if self.traced else "")
+
 
 @own_errors
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Gradients(_Pass):
     """Gradients of ``sum(out * dout) + sum(lse * dlse)``, shaped and typed like the inputs.
 
@@ -88,14 +93,9 @@ class Gradients(_Pass):
     tiling: Tiling
     _trace: Trace | None = field(repr=False)
 
-    __repr__ = report.short
-
-    def _repr_html_(self) -> str:
-        return _cell(self)
-
 
 @own_errors
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Result(_Pass):
     """The result of `run`: `out`, `lse`, a trace, and `backward`.
 
@@ -122,11 +122,6 @@ class Result(_Pass):
     _job: Job = field(repr=False)
     _saved: Mapping[str, Any] = field(repr=False)
     _asked: Checked = field(repr=False)
-
-    __repr__ = report.short
-
-    def _repr_html_(self) -> str:
-        return _cell(self)
 
     @property
     def problem(self) -> Problem:
@@ -203,21 +198,6 @@ class Result(_Pass):
         ------
         ShapeError, DTypeError, OptionError, SramOverflow
         """
-        return self._backward(dout, dlse, tiling, deterministic, trace, captured)
-
-    def _backward(
-        self,
-        dout: Any,
-        dlse: Any,
-        tiling: Tiling | None,
-        deterministic: bool | None,
-        trace: bool | str | None,
-        captured: bool | Sequence[str] | None,
-    ) -> Gradients:
-        """Compute the gradients for `backward` here and for the function of that name.
-
-        Errors about an argument's type name the function that the caller called.
-        """
         asked, mine, host = self._asked, self._job, self._asked.host
         on_cpu = asked.backend in dispatch.ON_CPU
         wanted = _wanted(asked.score, captured)
@@ -261,11 +241,6 @@ class Result(_Pass):
             tiling=outcome.tiling,
             _trace=recorded(job, outcome, "backward", asked.backend),
         )
-
-
-def _cell(ran: Result | Gradients) -> str:
-    """Return HTML that shows a pass in a notebook: the arrays' shapes, and the traffic."""
-    return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
 
 
 def _wanted(score: Traced | None, asked: bool | Sequence[str] | None) -> list[str]:

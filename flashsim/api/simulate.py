@@ -161,8 +161,8 @@ def simulate(
         TAPE.reset(recording)
     asked += [tensor for tensor in optional if machine.hbm._stored(tensor) != "none"]
     require_stored(name, machine, asked)
-    give = lambda tensor: host.give(_squeezed(machine.hbm._array(tensor), problem, tensor, ndim))  # noqa: E731
-    results = {tensor: give(tensor) for tensor in asked}
+    axes = {tensor: ndim - shape(problem, tensor).vector for tensor in asked}
+    results = {t: host.give(squeeze(machine.hbm._array(t), n)) for t, n in axes.items()}
     job = Job(
         *(problem, arrays["Q"], arrays["K"], arrays["V"], None, tiling, machine.device, name),
         trace=True,
@@ -207,11 +207,6 @@ def _problem(
         require_shape(name, full.shape, want)
         arrays[name] = full.astype(numpy_dtype(dtype_of(p, name)))
     return p, {name: np.array(x) for name, x in arrays.items()}, ndim, host
-
-
-def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray:
-    vector = shape(p, name).vector
-    return squeeze(array, ndim - 1 if vector else ndim)
 
 
 def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iterable[str]) -> Trace:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import islice, product
 from typing import Any
 
@@ -221,10 +222,6 @@ def _size(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def _one_of(possible: Iterable[str]) -> Any:
-    return lambda name, value: checks.one_of(name, value, possible)
-
-
 def _field(name: str, value: Any) -> Any:
     """Return a field's value as checked by a float64 `Problem`, which accepts the most values."""
     return getattr(Problem(n_q=1, **{"dtype": "float64", name: value}), name)
@@ -243,9 +240,9 @@ def _tiling(name: str, value: Any) -> Tiling | str:
 
 
 _CHECKS: Mapping[str, Any] = {
-    "algorithm": _one_of(plans.ALGORITHMS),
-    "direction": _one_of(plans.DIRECTIONS),
-    "key_order": _one_of(KEY_ORDERS),
+    "algorithm": partial(checks.one_of, possible=plans.ALGORITHMS),
+    "direction": partial(checks.one_of, possible=plans.DIRECTIONS),
+    "key_order": partial(checks.one_of, possible=KEY_ORDERS),
     **dict.fromkeys(("dtype", "causal", "window", "softcap"), _field),
     "device": lambda _, value: Device.get(value),
     "tiling": _tiling,
@@ -280,7 +277,11 @@ def _cell(name: str, text: str) -> Cell:
     if name in ("softcap", "intensity"):
         return float(text) if text else None
     if name == "causal":
-        return {"True": True, "False": False}[text] if text in ("True", "False") else _bad(text)
+        if text not in ("True", "False"):
+            raise ValueError(
+                f"the row must have True or False in a column of truth values, got {text!r}"
+            )
+        return text == "True"
     if name in _TEXT:
         return text or None
     return int(text) if text else None
@@ -298,7 +299,3 @@ def _kinds(kind: type[Exception]) -> set[str]:
 
 #: The names with which a status other than "ok" begins; see `measure`.
 _FAILURES = _kinds(FlashSimError) | _kinds(MemoryError)
-
-
-def _bad(text: str) -> bool:
-    raise ValueError(f"the row must have True or False in a column of truth values, got {text!r}")

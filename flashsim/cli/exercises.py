@@ -44,10 +44,10 @@ def listed() -> Tables:
         "grades it; kernel-... exercises are solved in Triton or Pallas",
     )
     for name in (*shelf.names(), *shelf.kernel_names()):
-        exercise = shelf.find(name)
-        task = exercise.tasks[0] if isinstance(exercise, KernelExercise) else exercise.task
-        sram = None if exercise.questions else task.sram_bytes
-        full = None if exercise.questions else exercise.full_marks_bytes
+        exercise, full, sram = shelf.find(name), None, None
+        if isinstance(exercise, KernelExercise) or not exercise.questions:
+            task = exercise.tasks[0] if isinstance(exercise, KernelExercise) else exercise.task
+            full, sram = exercise.full_marks_bytes, task.sram_bytes
         table.add(name, exercise.title, full, sram, len(exercise.hints))
     return table
 
@@ -282,8 +282,10 @@ def grade(
             if roots != [file] and (loose := [x.name for x in file.iterdir() if x.is_file()]):
                 say(f"not graded, because they are not in a student's folder: {', '.join(loose)}")
             ready(gradescope)
-            done = grade_homework(roots, work, **limits, jobs=jobs)
-            _homework(file, list(done), form, gradescope)
+            done = list(grade_homework(roots, work, **limits, jobs=jobs))
+            show(_tables(file, done, "homework folders"), form)
+            if gradescope is not None:
+                _for_gradescope(together(done[0][1]), gradescope)
             return
     if len(chosen) > 1:
         raise OptionError(
@@ -313,7 +315,7 @@ def _grade_files(
         if missing := submissions.missing_walls():
             say(f"this system does not prevent a graded file from {', '.join(missing)}")
         graded = submissions.grade_folder(file, exercise, **limits, jobs=jobs)
-        show(_class(file, list(graded)), form)
+        show(_tables(file, [(path, [(path, marks)]) for path, marks in graded]), form)
         return
     for path in outputs:
         ready(path)
@@ -323,7 +325,7 @@ def _grade_files(
     else:
         marks, trace = submissions.grade_file(file, exercise, **limits)
     if form.csv:
-        show(_class(file.parent, [(file, marks)]), form)
+        show(_tables(file.parent, [(file, [(file, marks)])]), form)
     else:
         typer.echo(marks.json() if form.json else printable(marks.text()))
     _for_gradescope(marks, gradescope)
@@ -348,23 +350,6 @@ def _say_graded(exercises: list[KernelExercise], *, chosen: bool) -> None:
     say(f"graded for {names}, {why}")
 
 
-def _homework(
-    folder: Path,
-    graded: list[tuple[Path, list[tuple[Path, Marks]]]],
-    form: Format,
-    gradescope: Path | None,
-) -> None:
-    """Print one row per file and exercise of each homework folder, and the folder's total."""
-    rows: list[tuple[str, str, list[Marks]]] = []
-    for root, found in graded:
-        rows += [(str(path.relative_to(folder)), one.exercise, [one]) for path, one in found]
-        rows.append((folder.name if root == folder else root.name, "total", [x for _, x in found]))
-    whole = [all(one.points == one.most for _, one in found) for _, found in graded]
-    show(_tables("homework folders", rows, whole), form)
-    if gradescope is not None:
-        _for_gradescope(together(graded[0][1]), gradescope)
-
-
 def _for_gradescope(marks: Marks, path: Path | None) -> None:
     """If `path` is not None, write the marks there in Gradescope's format."""
     if path is not None:
@@ -373,34 +358,36 @@ def _for_gradescope(marks: Marks, path: Path | None) -> None:
         say(f"Gradescope's results in {path}")
 
 
-def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> Tables:
-    """Return tables with one row per graded file."""
-    rows = [(str(path.relative_to(folder)), one.exercise, [one]) for path, one in graded]
-    return _tables("files", rows, [one.points == one.most for _, one in graded])
-
-
-def _tables(what: str, graded: list[tuple[str, str, list[Marks]]], whole: list[bool]) -> Tables:
+def _tables(
+    folder: Path, graded: list[tuple[Path, list[tuple[Path, Marks]]]], what: str = "files"
+) -> Tables:
     """Return tables for people (one reason per row), and tables for programs (all reasons).
 
-    A row has the marks of one file, or a folder's total, which has no reasons.
+    Every student's folder or file has one row per graded file; homework folders also have a total.
     """
-    short, full = Table(f"{len(whole)} {what}", _COLUMNS), Table("", (*_COLUMNS, "seconds"))
-    for file, exercise, every in graded:
-        parts = dict.fromkeys(("results", "safe", "on-chip", "bytes"), 0)
-        for mark in (mark for marks in every for mark in marks.marks):
-            part = mark.name.split(" ")[0].rstrip(",")
-            if part in parts:
-                parts[part] += mark.points
-        why, moved = [], None
-        if exercise != "total":
-            (marks,) = every
-            why = [x.words for x in marks.marks if x.words and (x.kind or not x.most)]
-            moved = marks.figures.get("bytes")
-        points, most = (sum(getattr(marks, name) for marks in every) for name in ("points", "most"))
-        row = (plain(file, 200), exercise, points, most, *parts.values(), moved)
-        short.add(*row, textwrap.shorten(why[0] if why else "", 60))
-        full.add(*row, " | ".join(why), round(sum(marks.seconds for marks in every), 3))
-    short.note = f"{sum(whole)} of {len(whole)} get all points; --csv has every reason in full"
+    short, full = Table("", _COLUMNS), Table("", (*_COLUMNS, "seconds"))
+    for root, found in graded:
+        rows = [(str(path.relative_to(folder)), one.exercise, [one]) for path, one in found]
+        if what == "homework folders":
+            rows.append((root.name, "total", [one for _, one in found]))
+        for file, exercise, every in rows:
+            parts = dict.fromkeys(("results", "safe", "on-chip", "bytes"), 0)
+            for mark in (mark for marks in every for mark in marks.marks):
+                part = mark.name.split(" ")[0].rstrip(",")
+                if part in parts:
+                    parts[part] += mark.points
+            why, moved = [], None
+            if exercise != "total":
+                (marks,) = every
+                why = [x.words for x in marks.marks if x.words and (x.kind or not x.most)]
+                moved = marks.figures.get("bytes")
+            points, most = (sum(getattr(x, name) for x in every) for name in ("points", "most"))
+            row = (plain(file, 200), exercise, points, most, *parts.values(), moved)
+            short.add(*row, textwrap.shorten(why[0] if why else "", 60))
+            full.add(*row, " | ".join(why), round(sum(marks.seconds for marks in every), 3))
+    whole = sum(all(one.points == one.most for _, one in found) for _, found in graded)
+    short.title = f"{len(graded)} {what}"
+    short.note = f"{whole} of {len(graded)} get all points; --csv has every reason in full"
     return [short], [full]
 
 

@@ -71,12 +71,10 @@ class Forms:
         """
         if self.p.scales is None:
             return {}
-        rows, keys = (
-            self.p.scales if isinstance(self.p.scales, tuple) else (self.p.n_q, self.p.n_kv)
-        )
+        blocks = self.p.scales if isinstance(self.p.scales, tuple) else (self.p.n_q, self.p.n_kv)
         in_rows, in_cols = (
             -(-table[:, 1].astype(int) // every) - table[:, 0] // every
-            for table, every in ((s.rows, rows), (s.cols, keys))
+            for table, every in zip((s.rows, s.cols), blocks, strict=True)
         )
         if outer == "queries":
             q, kv = self.heads * int(in_rows.sum()), self.heads * s.over_visits(in_cols)
@@ -127,11 +125,8 @@ class Forms:
         h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
         d, dv = self.p.head_dim, self.p.head_dim_v
         walks = h // s.members
-        scores, keys, values = (
-            walks * sums.area * r,
-            walks * sums.row_cols * d * e,
-            walks * sums.row_cols * dv * e,
-        )
+        scores, keys = walks * sums.area * r, walks * sums.row_cols * d * e
+        values = walks * sums.row_cols * dv * e
         bias = loads(bias=scores) if self.lead else {}
         if stage == "scores":
             gate = stores(gate=scores) if self.p.softcap else {}
@@ -148,12 +143,8 @@ class Forms:
         if stage in ("split", "combine"):
             return self._decode(stage, s, walks)
         if algorithm == "flash1":
-            rows = h * sums.col_rows
-            inputs = {
-                "K": h * self.p.n_kv * d * e,
-                "V": h * self.p.n_kv * dv * e,
-                "Q": rows * d * e,
-            }
+            rows, cols = h * sums.col_rows, h * self.p.n_kv
+            inputs = {"K": cols * d * e, "V": cols * dv * e, "Q": rows * d * e}
             state = {o_acc: rows * dv * a, "l": rows * a, "m": rows * a}
             return loads(**inputs, **state) | stores(**state) | bias
         results = stores(O=self.o(r), L=self.stat())

@@ -74,12 +74,9 @@ def columns(n: int) -> Cost:
 
 def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> StageWork:
     """Return the tile operations of one stage, or empty lists if the stage has no arithmetic."""
-    d, dv, p = problem.head_dim, problem.head_dim_v, problem
-    if direction == "forward":
-        table = _forward(p, d, dv, algorithm)
-    else:
-        table = _backward(p, d, dv, algorithm)
-    return table.get(stage, StageWork())
+    table = _forward if direction == "forward" else _backward
+    work = table(problem, problem.head_dim, problem.head_dim_v, algorithm)
+    return work.get(stage, StageWork())
 
 
 def _scores(p: Problem, d: int, *, gated: bool = False) -> tuple[TileOp, ...]:
@@ -118,42 +115,23 @@ def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork
     }
     finish = {"divide": rows(dv), "exp": rows(1), "add": rows(1)}
     if algorithm == "standard":
+        of_row = {"max": scores(1), "add": scores(2), "exp": scores(1), "divide": scores(1)}
         return {
             "scores": StageWork(visit=_scores(p, d, gated=True)),
-            "softmax": StageWork(
-                outer=(
-                    TileOp(
-                        "P = softmax(S)",
-                        "S",
-                        "S",
-                        {"max": scores(1), "add": scores(2), "exp": scores(1), "divide": scores(1)},
-                    ),
-                )
-            ),
-            "output": StageWork(
-                visit=(TileOp("O = O + P V", "P V O", "O", {"matmul": scores(2 * dv)}),)
-            ),
+            "softmax": StageWork(outer=(TileOp("P = softmax(S)", "S", "S", of_row),)),
+            "output": StageWork(visit=(_mm("O = O + P V", "P V O", "O", dv),)),
         }
     if algorithm == "flash1":
-        product = TileOp(
-            "O = (alpha l O + beta P V) / l_new",
-            "S V O m l",
-            "O m l",
-            {
-                "matmul": scores(2 * dv),
-                "add": rows(dv + 3),  # l_new, two exponents
-                "exp": rows(2),  # alpha, beta
-                "max": rows(1),
-                "multiply": rows(2 * dv + 3),
-                "divide": rows(dv),
-            },
-        )
         local = {"max": scores(1), "add": scores(2), "exp": scores(1)}
-        return {
-            "forward": StageWork(
-                visit=(*_scores(p, d), TileOp("P = exp(S - m~)", "S", "S", local), product)
-            )
+        merge = {
+            "matmul": scores(2 * dv),
+            "add": rows(dv + 3),  # l_new, two exponents
+            "exp": rows(2),  # alpha, beta
+            **{"max": rows(1), "multiply": rows(2 * dv + 3), "divide": rows(dv)},
         }
+        exponential = TileOp("P = exp(S - m~)", "S", "S", local)
+        product = TileOp("O = (alpha l O + beta P V) / l_new", "S V O m l", "O m l", merge)
+        return {"forward": StageWork(visit=(*_scores(p, d), exponential, product))}
     values = "K" if p.latent else "V"  # latent attention reads V from K's tile
     product = TileOp(
         "O = alpha O + P V", f"S {values} O", "O", {"matmul": scores(2 * dv), "multiply": rows(dv)}

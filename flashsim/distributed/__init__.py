@@ -9,9 +9,6 @@ integers in closed form.
 from flashsim.distributed.account import Account
 from flashsim.distributed.counting import count
 from flashsim.distributed.group import SCHEMES, Block, Group
-from flashsim.distributed.simulation import Spread, SpreadGradients, run, simulate
+from flashsim.distributed.simulation import Spread, SpreadGradients, run
 
-__all__ = [
-    "SCHEMES", "Account", "Block", "Group", "Spread", "SpreadGradients", "count", "run",
-    "simulate",
-]  # fmt: skip
+__all__ = ["SCHEMES", "Account", "Block", "Group", "Spread", "SpreadGradients", "count", "run"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,17 +117,6 @@ def run(
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     how = {"algorithm": algorithm, "tiling": tiling, "device": device, "backend": backend}
     return _SpreadRun(group, how, host).forward(asked.q, asked.k, asked.v)
-
-
-def simulate(*args: Any, **kwargs: Any) -> Spread:
-    """Call `run`, whose old name `simulate` stays for one more version."""
-    warnings.warn(
-        "flashsim.distributed.simulate is now flashsim.distributed.run; flashsim.simulate runs an "
-        "algorithm of your own",
-        FutureWarning,
-        stacklevel=2,
-    )
-    return run(*args, **kwargs)
 
 
 class _SpreadRun(Ranks):

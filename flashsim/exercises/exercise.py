@@ -135,10 +135,9 @@ class Question(NamedTuple):
     slips: Callable[[Trace], Mapping[int, str]] = lambda trace: {}
 
 
-@own_errors
-@dataclass(frozen=True, eq=False)
-class Exercise:
-    """One exercise on the simulated machine; its file assigns it to the name EXERCISE.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Assignment:
+    """The attributes that all kinds of exercises share.
 
     Attributes
     ----------
@@ -147,6 +146,47 @@ class Exercise:
     statement : str
         The assignment, in Markdown: the file's docstring (``__doc__``), whose first line is the
         title.
+    hints : tuple of str
+        Hints in the order shown: the first tells little, the last nearly the full solution.
+    wrong : tuple of (find, put, words)
+        Wrong solutions for ``flashsim exercise check``: in the reference solution, `put` replaces
+        `find`, and the grader's words must contain `words`.
+    revealed : bool
+        Whether ``flashsim exercise reveal`` may show the reference solution.
+    file : str
+        The path of a lecturer's own exercise; ``shelf.get`` sets it.
+    """
+
+    name: str
+    statement: str
+    hints: tuple[str, ...]
+    wrong: tuple[tuple[str, str, str], ...] = ()
+    revealed: bool = True
+    file: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.statement, str) or not self.statement.strip():
+            raise OptionError(
+                f"the exercise {self.name} has no statement. The docstring of its file is its "
+                "statement: write a docstring at the top of the file, and do not run python -OO "
+                "(PYTHONOPTIMIZE=2), which removes docstrings"
+            )
+
+    @property
+    def title(self) -> str:
+        """The exercise's title: the first line of the statement."""
+        return self.statement.strip().splitlines()[0].rstrip(".")
+
+
+@own_errors
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Exercise(Assignment):
+    """One exercise on the simulated machine; its file assigns it to the name EXERCISE.
+
+    Besides the attributes of `Assignment`:
+
+    Attributes
+    ----------
     reference : function of the machine
         A solution that gets every point. It may use no global names except `np`.
     truth : function of (arrays, problem, dtype)
@@ -156,8 +196,6 @@ class Exercise:
         The student's function ``solution``, to be completed. Default: the reference, in which each
         line ``# TODO: ...`` replaces the lines from it to ``# END``, and the lines from
         ``# LEFT OUT`` to ``# END`` are removed. For questions, the default is ANSWERS with zeros.
-    hints : tuple of str
-        Hints in the order shown: the first tells little, the last nearly the full solution.
     terms : function of (arrays, problem), optional
         Returns, for each output, the sum of its terms' absolute values in float64; rounding errors
         are relative to this sum. Default: the output itself.
@@ -174,21 +212,11 @@ class Exercise:
         Questions that the student answers in a dict ANSWERS, instead of programming.
     bound : function of the task, optional
         Returns a lower bound on the bytes of any solution; the picture shows it.
-    wrong : tuple of (find, put, words)
-        Wrong solutions for ``flashsim exercise check``: in the reference solution, `put` replaces
-        `find`, and the grader's words must contain `words`.
-    revealed : bool
-        Whether ``flashsim exercise reveal`` may show the reference solution.
-    file : str
-        The path of a lecturer's own exercise; ``shelf.get`` sets it.
     """
 
-    name: str
-    statement: str
     task: Task
     reference: Callable[..., None]
     truth: Callable[[Arrays, Problem, str], Arrays]
-    hints: tuple[str, ...]
     skeleton: str = ""
     terms: Callable[[Arrays, Problem], Arrays] | None = None
     budget: Callable[[Task], int] | None = None
@@ -197,19 +225,11 @@ class Exercise:
     mistakes: Mapping[str, Callable[[Arrays, Problem, str], Arrays]] = field(default_factory=dict)
     questions: tuple[Question, ...] = ()
     bound: Callable[[Task], int] | None = None
-    wrong: tuple[tuple[str, str, str], ...] = ()
-    revealed: bool = True
-    file: str = ""
 
     def __post_init__(self) -> None:
-        require_statement(self.name, self.statement)
+        super().__post_init__()
         if not self.skeleton:
             object.__setattr__(self, "skeleton", self._skeleton())
-
-    @property
-    def title(self) -> str:
-        """The exercise's title: the first line of the statement."""
-        return self.statement.strip().splitlines()[0].rstrip(".")
 
     @cached_property
     def executed(self) -> OwnResult:
@@ -263,16 +283,6 @@ class Exercise:
                 f"{self.full_marks_bytes:,} B moved."
             )
         return headed(self.name, about, self.skeleton)
-
-
-def require_statement(name: str, statement: object) -> None:
-    """Raise `OptionError` if an exercise has no statement."""
-    if not isinstance(statement, str) or not statement.strip():
-        raise OptionError(
-            f"the exercise {name} has no statement. The docstring of its file is its statement: "
-            "write a docstring at the top of the file, and do not run python -OO "
-            "(PYTHONOPTIMIZE=2), which removes docstrings"
-        )
 
 
 def solved(marked: str) -> str:

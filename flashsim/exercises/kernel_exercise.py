@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 from flashsim.api.counting import count
 from flashsim.counts.questions import by_operation, in_words
 from flashsim.errors import OptionError, own_errors
-from flashsim.exercises.exercise import Arrays, Task, gapped, headed, require_statement, solved
+from flashsim.exercises.exercise import Arrays, Assignment, Task, gapped, headed, solved
 from flashsim.problem.problem import Problem
 
 #: Bytes by operation and tensor.
@@ -40,16 +40,14 @@ def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
 
 
 @own_errors
-@dataclass(frozen=True, eq=False)
-class KernelExercise:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KernelExercise(Assignment):
     """An exercise that asks for kernels; its file assigns it to the name EXERCISE.
+
+    Besides the attributes of `Assignment`:
 
     Attributes
     ----------
-    name : str
-        Name on the command line.
-    statement : str
-        The assignment, in Markdown: the file's docstring, whose first line is the title.
     tasks : tuple of Task
         The problems that the solution is called with, in float32. `Task.tiling` determines the
         bytes for full marks. `Task.sram_bytes` limits the estimated on-chip memory of a program.
@@ -71,38 +69,24 @@ class KernelExercise:
     budget : function of the task, optional
         Returns the most bytes that get full marks, by operation and tensor. Default:
         FlashAttention-2's.
-    wrong : tuple of (find, put, words)
-        Wrong solutions for ``flashsim exercise check``, as in `Exercise`.
     """
 
-    name: str
-    statement: str
     tasks: tuple[Task, ...]
     reference: str
     calls: tuple[str, ...]
     given: tuple[str, ...]
-    hints: tuple[str, ...]
     path: str = ""
     flag: bool = True
     truth: Callable[[Arrays, Problem, str], Arrays] | None = None
     budget: Callable[[Task], Transfers] | None = None
-    wrong: tuple[tuple[str, str, str], ...] = ()
-    revealed: bool = True
-    file: str = ""
-    questions: tuple[()] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        require_statement(self.name, self.statement)
+        super().__post_init__()
         if not self.tasks or not self.calls:
             raise OptionError(
                 f"the exercise {self.name} needs at least one task in `tasks` and one name in "
                 f"`calls`, got {len(self.tasks)} tasks and {len(self.calls)} names"
             )
-
-    @property
-    def title(self) -> str:
-        """The exercise's title: the first line of the statement."""
-        return self.statement.strip().splitlines()[0].rstrip(".")
 
     @property
     def cases(self) -> list[KernelCase]:

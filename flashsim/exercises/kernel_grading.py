@@ -5,16 +5,12 @@ record of the kernels' accesses. The grading process draws the inputs and comput
 results, and never runs the file.
 """
 
-import json
-import pickle
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +20,7 @@ from flashsim.exercises.exercise import Arrays
 from flashsim.exercises.kernel_exercise import KernelCase, KernelExercise
 from flashsim.exercises.kernel_runner import KernelOrder
 from flashsim.exercises.marks import Mark, Marks, Refused, beside, bytes_mark, room_mark
-from flashsim.exercises.runner import plain, run
+from flashsim.exercises.runner import Handover, ask
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.record_file import unpacked
 from flashsim.schedule.names import LOAD
@@ -37,15 +33,6 @@ LIMIT, MEMORY = 120.0, 4096
 #: Kinds of findings that are errors on a GPU.
 _UNSAFE = ("outside", "next head", "two stores", "race", "never stored")
 _MOST = 1 << 28
-
-
-class Handover(NamedTuple):
-    """The runner's answer: kind and text of a failure, the record, or the outcomes of tests."""
-
-    kind: str = ""
-    words: str = ""
-    data: bytes = b""
-    tests: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,17 +91,7 @@ def grade_kernels(
 
 def handed(order: KernelOrder) -> Handover:
     """Run a file in a separate process, with the calls and limits of a `KernelOrder`."""
-    command = [sys.executable, "-P", "-m", kernel_runner.__name__]
-    ended = run(command, pickle.dumps(order), order.seconds, _MOST)
-    if ended.why:
-        return Handover(ended.why, words.WHY_ENDED[ended.why].format(order.seconds))
-    first, _, data = ended.result.partition(b"\n")
-    try:
-        about = json.loads(first)
-        return Handover(plain(about["kind"], 20), plain(about["words"]), data, about["tests"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        said = f"the file ended its process before it was graded ({ended.last})"
-        return Handover("process", said)
+    return ask(kernel_runner.__name__, order, _MOST)
 
 
 def _judged(

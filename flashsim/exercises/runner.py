@@ -1,15 +1,17 @@
 """Run a command in a separate process, with limits, and return its output.
 
 To enforce the limits, the function `run` kills the process and all its children, and keeps no more
-output than allowed.
+output than allowed. `ask` sends an order to a module of flashsim that runs in a separate process.
 """
 
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
@@ -17,8 +19,12 @@ from typing import IO, Any, NamedTuple
 _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HOME", "SYSTEMROOT")
 #: One thread, because BLAS would allocate memory for each CPU of a large machine.
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-
-
+#: Explanations of the limits that end a solution's process.
+_WHY_ENDED = {
+    "time": "it was stopped after {0:g} s; check for a loop that does not end",
+    "result": "its recorded program is too long; use larger tiles",
+    "printed": "it was stopped because it printed more than 1 MiB",
+}
 #: The most bytes of messages (stderr) of a process.
 _PRINTED = 1 << 20
 
@@ -92,6 +98,35 @@ def run(command: Sequence[str], given: bytes, seconds: float = 60.0, most: int =
         thread.join(1)  # do not wait longer: a process that left the group may hold the pipe open
     text = bytes(printed[:_PRINTED]).decode("utf-8", "replace")
     return Ended(process.returncode, bytes(result), text, why[0] if why else "")
+
+
+class Handover(NamedTuple):
+    """A separate process's answer: kind and text of a failure, a dict about the result, the result.
+
+    `kind` is "" if nothing failed.
+    """
+
+    kind: str = ""
+    words: str = ""
+    data: bytes = b""
+    about: Mapping[str, Any] = {}
+
+
+def ask(module: str, order: Any, most: int) -> Handover:
+    """Send an order to a module in a separate process, for at most `order.seconds`.
+
+    The module writes one line of JSON, then its result, to stdout: at most `most` bytes together.
+    """
+    ended = run([sys.executable, "-P", "-m", module], pickle.dumps(order), order.seconds, most)
+    if ended.why:
+        return Handover(ended.why, _WHY_ENDED[ended.why].format(order.seconds))
+    first, _, data = ended.result.partition(b"\n")
+    try:
+        about = json.loads(first[: 1 << 20])
+        return Handover(plain(about["kind"], 20), plain(about["words"]), data, about)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        said = f"the solution ended its process before it was graded ({ended.last})"
+        return Handover("process", said)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -6,9 +6,7 @@ docs/guides/grader.md describes what this separation protects from, and what it 
 """
 
 import io
-import json
 import os
-import pickle
 import re
 import stat
 import sys
@@ -16,8 +14,8 @@ import time
 import tokenize
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flashsim.engines.sandbox import recorder, walls
 from flashsim.engines.sandbox.recorder import Handed, Order
@@ -29,8 +27,7 @@ from flashsim.exercises.homework import students_in
 from flashsim.exercises.kernel_exercise import KernelExercise
 from flashsim.exercises.kernel_grading import grade_kernels
 from flashsim.exercises.marks import Marks, Refused
-from flashsim.exercises.runner import Ended, plain, run
-from flashsim.exercises.words import WHY_ENDED
+from flashsim.exercises.runner import ask, plain
 from flashsim.trace.trace import Trace
 
 #: Seconds that a solution may take, and MiB beyond the memory of Python, NumPy and flashsim.
@@ -39,17 +36,14 @@ LIMIT, MEMORY = 60.0, 1024
 MOST_FILE = 1 << 20
 
 
+@dataclass(frozen=True)
 class _Lines:
-    """Iterates over the lines of a text after the first, without storing millions of lines."""
+    """Iterates over the lines of a text, without storing millions of lines."""
 
-    def __init__(self, text: bytes) -> None:
-        self.text = text
-        self.first = io.BytesIO(text).readline(1 << 20)
+    text: bytes
 
     def __iter__(self) -> Iterator[bytes]:
-        lines = io.BytesIO(self.text)
-        lines.readline()
-        return lines
+        return io.BytesIO(self.text)
 
 
 def grade_file(
@@ -137,7 +131,7 @@ def exercise_of(text: str) -> str | None:
 def missing_walls() -> list[str]:
     """Return what no sandbox stops a graded file's code from doing on this system."""
     order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
-    found = json.loads(_ended(order).result.splitlines()[0])["walls"]
+    found = ask(recorder.__name__, order, MOST).about["walls"]
     return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]
 
 
@@ -201,31 +195,14 @@ def _text_of(path: Path) -> str:
     return text
 
 
-def _ended(order: Order) -> Ended:
-    """Run a student's file in a separate process."""
-    command = [sys.executable, "-P", "-m", recorder.__name__]
-    return run(command, pickle.dumps(order), order.seconds, MOST + (1 << 20))
-
-
 def _handed(order: Order) -> Handed:
     """Run a file; return its recorded program, or an explanation of why there is none."""
-    ended = _ended(order)
-    if ended.why:
-        return Handed(kind=ended.why, words=WHY_ENDED[ended.why].format(order.seconds))
-    try:
-        program = _Lines(ended.result)
-        about = json.loads(program.first)
-        kind, said = plain(about["kind"], 20), plain(about["words"])
-        return Handed(program, _answers(about["answers"]), kind, said)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        said = f"the solution ended its process before it was graded ({ended.last})"
-        return Handed(kind="process", words=said)
-
-
-def _answers(given: Any) -> dict[str, int | str] | None:
-    if given is None:
-        return None
-    return {
-        plain(key, 200): value if isinstance(value, int) else plain(str(value), 200)
-        for key, value in given.items()
-    }
+    kind, words, program, about = ask(recorder.__name__, order, MOST + (1 << 20))
+    given = about.get("answers")
+    answers: dict[str, int | str] | None = None
+    if isinstance(given, dict):
+        answers = {
+            plain(key, 200): value if isinstance(value, int) else plain(str(value), 200)
+            for key, value in given.items()
+        }
+    return Handed(_Lines(program), answers, kind, words)

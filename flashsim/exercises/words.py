@@ -18,12 +18,6 @@ FALLING = (
 )
 #: The explanation if an input was not loaded completely.
 UNREAD = "a part of {} was never loaded"
-#: Explanations of the limits that end a solution's process.
-WHY_ENDED = {
-    "time": "it was stopped after {0:g} s; check for a loop that does not end",
-    "result": "its recorded program is too long; use larger tiles",
-    "printed": "it was stopped because it printed more than 1 MiB",
-}
 _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 
 

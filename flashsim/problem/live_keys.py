@@ -8,6 +8,18 @@ from flashsim.errors import OptionError, ShapeError, shown
 from flashsim.problem import checks
 
 
+def read_lengths(lengths: Any, count: int | None = None) -> tuple[int, ...]:
+    """Return `cache_seqlens` as a tuple of integers, `count` of them if it is not None."""
+    host = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    listed = isinstance(host, (list, tuple)) and all(map(checks.is_int, host))
+    if not listed or count not in (None, len(host)):
+        number = "" if count is None else f"{count} "
+        raise ShapeError(
+            f"cache_seqlens must be {number}integers, one per batch entry, got {shown(lengths)}"
+        )
+    return tuple(map(int, host))
+
+
 def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) -> tuple[int, ...]:
     """Return the number of live keys in each batch entry's KV cache, from `cache_seqlens`.
 
@@ -24,12 +36,7 @@ def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) ->
     """
     if lengths is None:
         return (n_kv,) * batch
-    host = lengths.tolist() if hasattr(lengths, "tolist") else lengths
-    numbers = tuple(host) if isinstance(host, (list, tuple)) else ()
-    if len(numbers) != batch or not all(checks.is_int(n) for n in numbers):
-        raise ShapeError(
-            f"cache_seqlens must be {batch} integers, one per batch entry, got {shown(lengths)}"
-        )
+    numbers = read_lengths(lengths, batch)
     for b, n in enumerate(numbers):
         if not 0 <= n <= n_kv:
             where = "its row of the table" if paged else "the cache"
@@ -37,7 +44,7 @@ def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) ->
                 f"cache_seqlens[{b}] must be from 0 to {n_kv}, the number of keys in {where}, got "
                 f"{n}"
             )
-    return tuple(int(n) for n in numbers)
+    return numbers
 
 
 def check_prefix(prefix: int, lengths: tuple[int, ...]) -> None:

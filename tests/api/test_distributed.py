@@ -8,7 +8,7 @@ from refusals import refuses
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.distributed import SCHEMES, Group, count, run, simulate
+from flashsim.distributed import SCHEMES, Group, count, run
 from flashsim.errors import ShapeError
 from flashsim.problem.oracle import attention
 
@@ -255,14 +255,6 @@ def test_padding_at_the_end_is_what_the_error_says_it_is():
     assert np.abs(open_to_all - flashsim.run(*(x[:, :, :n] for x in (q, k, v))).out).max() > 1e-3
     with pytest.raises(ShapeError, match=r"cut it to 40; .* every row would attend to the padding"):
         run(*(x[:, :, :n] for x in (q, k, v)), ranks=4)
-
-
-def test_the_older_name_warns():
-    q, k, v = np.ones((3, 1, 2, 16, 4), np.float32)
-    with pytest.warns(FutureWarning, match=r"flashsim\.distributed\.run") as caught:
-        spread = simulate(q, k, v, ranks=2)
-    assert caught[0].filename == __file__
-    assert spread.account == run(q, k, v, ranks=2).account
 
 
 def test_a_spread_shows_its_arrays():

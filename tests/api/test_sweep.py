@@ -115,11 +115,17 @@ def test_a_point_that_does_not_fit_gets_its_error_and_stops_nothing():
     assert {failed[name] for name in FIGURES[2:]} == {None}
 
 
-def test_sizes_that_contradict_each_other_are_a_status_too():
-    rows = flashsim.sweep(64, heads=[4, 6], kv_heads=4).rows
-
-    assert rows[0]["status"] == "ok"
-    assert rows[1]["status"].startswith("ShapeError: the number of query heads must be a multiple")
+@pytest.mark.parametrize(
+    ("axes", "told"),
+    [
+        ({"heads": [4, 6], "kv_heads": 4}, "ShapeError: the number of query heads must be a multi"),
+        ({"softcap": 1e39, "dtype": ["float64", "float32"]}, "OptionError: softcap"),
+    ],
+)
+def test_options_that_contradict_each_other_are_a_status_too(axes, told):
+    good, bad = (row["status"] for row in flashsim.sweep(64, **axes))
+    assert good == "ok"
+    assert bad.startswith(told)
 
 
 def test_running_out_of_memory_is_a_status(monkeypatch):
@@ -133,14 +139,20 @@ def test_running_out_of_memory_is_a_status(monkeypatch):
     assert row["status"] == "MemoryError: Unable to allocate 64.0 TiB"
 
 
-def test_any_iterable_is_an_axis_and_a_point_given_twice_is_one():
-    assert [row["n_q"] for row in flashsim.sweep(range(64, 193, 64))] == [64, 128, 192]
-    assert len(flashsim.sweep((64, 64, 128), kv_heads=[None, 1])) == 2
-
-
-def test_a_pair_is_one_window_and_a_list_of_pairs_several():
-    assert [row["window"] for row in flashsim.sweep(64, window=(8, 0))] == ["8,0"]
-    assert [row["window"] for row in flashsim.sweep(64, window=[(8, 0), None])] == ["8,0", None]
+@pytest.mark.parametrize(
+    ("axes", "name", "values"),
+    [
+        ({"n": range(64, 193, 64)}, "n_q", [64, 128, 192]),  # any iterable
+        ({"n": (64, 64, 128), "kv_heads": [None, 1]}, "n_q", [64, 128]),  # the same points
+        ({"n_q": [64, 96]}, "n_q", [64, 96]),
+        ({"n": 64, "window": (8, 0)}, "window", ["8,0"]),
+        ({"n": 64, "window": [(8, 0), None]}, "window", ["8,0", None]),
+    ],
+)
+def test_the_values_of_an_axis(axes, name, values):
+    rows = flashsim.sweep(**axes).rows
+    assert [row[name] for row in rows] == values
+    assert set(rows[0]) == set(COLUMNS)
 
 
 def swept(n=64, **axes):
@@ -298,30 +310,27 @@ def test_a_file_cut_anywhere_resumes(tmp_path):
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("content", ["name,grade\nAda,1\n", "name,gra", "\x00\xff binary"])
-def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
-    path = tmp_path / "grades.csv"
-    path.write_text(content)
-
-    with pytest.raises(FlashSimError, match=r"grades.csv is not the file of such a sweep"):
-        flashsim.sweep(64, path=path)
-
-    assert path.read_text() == content
-
-
-@pytest.mark.parametrize("bad", ["1,2,3", "causal"])
-def test_a_line_that_is_no_row_is_named(tmp_path, bad):
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("name,grade\nAda,1\n", " is not the file of such a sweep"),
+        ("name,gra", " is not the file of such a sweep"),
+        ("\x00\xff binary", " is not the file of such a sweep"),
+        ("{header}\n{row}\n1,2,3\n{row}\n", ", line 3, is not a row of a sweep"),
+        ("{header}\n{row}\n{maybe}\n{row}\n", ", line 3, is not a row of a sweep"),
+    ],
+)
+def test_a_foreign_file_or_line_is_refused_and_left_alone(tmp_path, content, told):
     path = tmp_path / "rows.csv"
     flashsim.sweep(64, path=path)
     header, row = lines_of(path)
-    line = row.replace("False", "maybe") if bad == "causal" else bad
-    content = f"{header}\n{row}\n{line}\n{row}\n"
-    path.write_text(content)
+    path.write_text(content.format(header=header, row=row, maybe=row.replace("False", "maybe")))
+    before = path.read_bytes()
 
-    with pytest.raises(FlashSimError, match=r"rows.csv, line 3, is not a row of a sweep"):
+    with pytest.raises(FlashSimError, match=f"rows.csv{told}"):
         flashsim.sweep(64, path=path)
 
-    assert path.read_text() == content
+    assert path.read_bytes() == before
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -388,19 +397,6 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capfd):
 
     assert "sweep" in terminal.getvalue()
     assert "100%" in terminal.getvalue()
-
-
-def test_the_query_length_is_n_q_or_n():
-    rows = flashsim.sweep(n_q=[64, 96]).rows
-
-    assert rows == flashsim.sweep(n=[64, 96]).rows == flashsim.sweep([64, 96]).rows
-    assert set(rows[0]) == set(COLUMNS)
-
-
-def test_a_softcap_that_only_float64_holds_fails_at_the_other_points():
-    rows = flashsim.sweep(64, softcap=1e39, dtype=["float64", "float32"]).rows
-
-    assert [row["status"].split(":")[0] for row in rows] == ["ok", "OptionError"]
 
 
 # -- files that went through other hands ----------------------------------------------------------

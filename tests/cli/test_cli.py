@@ -316,31 +316,32 @@ def test_comparisons_have_one_tile_unless_told_otherwise(execute):
 # -- sweep, devices, traces -----------------------------------------------------------------------
 
 
-def test_sweep_takes_lists_and_writes_a_file(tmp_path):
-    common = ("-d", "16", "--heads", "4", "--kv-heads", "2", "--dtype", "float16")
-    shape = {"head_dim": 16, "heads": 4, "kv_heads": 2, "dtype": "float16"}
-    for words, axes in (
+@pytest.mark.parametrize(
+    ("words", "axes"),
+    [
         (
-            ("-n", "64,128", "--mask", "full,causal", "--batch", "1,2", "--window", "none,8:0"),
+            "-n 64,128 --mask full,causal --batch 1,2 --window none,8:0",
             {"n": [64, 128], "causal": [False, True], "batch": [1, 2], "window": [None, (8, 0)]},
         ),
         (
-            (
-                *("-n", "64", "--algorithm", "flash1,flash2", "--direction", "forward,backward"),
-                *("--tiling", "32x32,8x8", "--device", "A100,T4", "--sram", "10000,60000"),
-            ),
+            "-n 64 --algorithm flash1,flash2 --direction forward,backward --sram 10000,60000",
             {
                 **{"n": 64, "algorithm": ["flash1", "flash2"]},
                 **{"direction": ["forward", "backward"], "sram_bytes": [10_000, 60_000]},
-                **{"tiling": [Tiling(32, 32), Tiling(8, 8)], "device": ["A100", "T4"]},
             },
         ),
-    ):
-        path = tmp_path / f"{len(axes)}.csv"
-        rows = records("sweep", *common, *words, "--out", path)
-        result = flashsim.sweep(**shape, **axes)
-        assert rows == result.rows
-        assert path.read_text() == result.csv()
+        (
+            "-n 64 --tiling 32x32,8x8 --device A100,T4",
+            {"n": 64, "tiling": [Tiling(32, 32), Tiling(8, 8)], "device": ["A100", "T4"]},
+        ),
+    ],
+)
+def test_sweep_takes_lists_and_writes_a_file(words, axes, tmp_path):
+    words += " --head-dim 16 --heads 4 --kv-heads 2 --dtype float16"
+    rows = records("sweep", *words.split(), "--out", tmp_path / "rows.csv")
+    result = flashsim.sweep(head_dim=16, heads=4, kv_heads=2, dtype="float16", **axes)
+    assert rows == result.rows
+    assert (tmp_path / "rows.csv").read_text() == result.csv()
 
 
 def test_sweep_takes_both_directions_and_simulates_in_processes():
@@ -457,12 +458,8 @@ def test_demo_compares_checks_and_saves(tmp_path, monkeypatch):
     *lines, one, two = result.stdout.splitlines()
     assert sum(line.startswith("FlashAttention-2 ") for line in lines) == 2  # one table
     sample = flashsim.load_sample("layer0")
-    few, many = (
-        flashsim.count(
-            Problem(512, head_dim=32, heads=12, dtype="float16"), algorithm=a, tiling=T64
-        )
-        for a in ("flash2", "standard")
-    )
+    problem = Problem(512, head_dim=32, heads=12, dtype="float16")
+    few, many = (flashsim.count(problem, algorithm=a, tiling=T64) for a in ("flash2", "standard"))
     assert sample.q.shape == (12, 512, 32)
     assert f"{one} {two}" == (
         f"FlashAttention-2 moves {many.bytes() / few.bytes():.1f} times fewer bytes between HBM "
@@ -490,17 +487,13 @@ def test_demo_fails_where_the_output_is_not_the_models(tmp_path, monkeypatch):
 # -- the terminal, the process --------------------------------------------------------------------
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_a_spinner_on_a_terminal_only(monkeypatch, capfd):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as CI sets it; it makes no terminal of a log file
     with cli_output.working("thinking"):
         pass
     assert capfd.readouterr() == ("", "")
-    terminal = Terminal()
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
 
     with cli_output.working("thinking"):

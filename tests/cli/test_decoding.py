@@ -17,13 +17,16 @@ SIZES = ("-a", "flash-decode", "-n", 1, "--n-kv", 64, "-b", 2, "--heads", 4, "--
 P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2)
 
 
+def values(*words):
+    """The values that a command prints of the forward pass, by quantity and of what."""
+    found = (row for row in rows(*words) if row["direction"] == "forward")
+    return {(row["quantity"], row["of"]): row["value"] for row in found}
+
+
 @pytest.mark.parametrize("more", [(), ("--page-size", 8), ("--no-pack-gqa", "--splits", 3)])
 def test_run_moves_what_count_counts(more):
     prefix = ("--shared-prefix", 16, "-t", "8x8", *more)
-    ran, counted = (
-        {(r["quantity"], r["of"]): r["value"] for r in rows(c, *SIZES, *prefix)}
-        for c in ("run", "count")
-    )
+    ran, counted = (values(c, *SIZES, *prefix) for c in ("run", "count"))
     tensors = [("load", name) for name in ("Q", "K", "V", "O_part")] + [("store", "O_part")]
     if "--page-size" in more:
         tensors.append(("load", "table"))
@@ -38,11 +41,7 @@ def test_flash2_packs_query_heads_on_request(packs):
     problem = Problem(24, 64, 64, batch=2, heads=4, kv_heads=2)
     expected = count(problem, tiling=Tiling(16, 16), pack_gqa=packs)
     for command in ("run", "count"):
-        found = {
-            (r["quantity"], r["of"]): r["value"]
-            for r in rows(command, *how, "--backward")
-            if r["direction"] == "forward"
-        }
+        found = values(command, *how, "--backward")
         assert all(found["load", name] == expected.bytes("load", name) for name in "QKV")
     took = rows("predict", *how[:-3], "-d", 64, "--dtype", "bfloat16", how[-1])
     expected = predict(dataclasses.replace(problem, dtype="bfloat16"), pack_gqa=packs)

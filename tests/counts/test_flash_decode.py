@@ -6,7 +6,7 @@ from helpers import DTYPES, KINDS, Judge, brute_force_mask, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import refuses
-from test_traffic import agree, arrays_for, problems, tilings
+from test_traffic import agree, arrays_for, keywords_of, problems, tilings
 
 import flashsim
 from flashsim import Device, Problem, Tiling
@@ -20,14 +20,8 @@ DECODE = "flash-decode"
 
 def run(p: Problem, tiling, x=None, **options):
     q, k, v, _, bias = arrays_for(p) if x is None else (x.q, x.k, x.v, None, x.bias)
-    fields = ("causal", "window", "softcap", "scale", "mask", "block_mask")
-    fields += ("cu_seqlens_q", "cu_seqlens_k")
-    given_fields = {name: getattr(p, name) for name in fields}
-    given_fields |= {"scales": "unscaled"} if p.fp8 else {}
-    return flashsim.run(
-        *(q, k, v), bias=bias, algorithm=DECODE, tiling=tiling, trace=True, **given_fields,
-        **options,
-    )  # fmt: skip
+    how = {"algorithm": DECODE, "tiling": tiling, "trace": True, **keywords_of(p), **options}
+    return flashsim.run(q, k, v, bias=bias, **how)
 
 
 @pytest.mark.parametrize("pack_gqa", [False, True])

@@ -6,7 +6,7 @@ same bytes and FLOPs.
 import numpy as np
 import pytest
 from refusals import refuses
-from test_traffic import agree
+from test_traffic import agree, arrays_for, keywords_of
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -19,34 +19,18 @@ SHAPES = {
     "ragged": dict(n_q=33, n_kv=70, heads=6, kv_heads=2),
     "window": dict(n_q=37, n_kv=20, heads=8, kv_heads=1, window=(5, 3)),
     "packed sequences": dict(
-        n_q=40,
-        n_kv=50,
-        heads=4,
-        kv_heads=2,
-        causal=True,
-        cu_seqlens_q=(0, 11, 40),
-        cu_seqlens_k=(0, 30, 50),
+        **dict(n_q=40, n_kv=50, heads=4, kv_heads=2, causal=True),
+        **dict(cu_seqlens_q=(0, 11, 40), cu_seqlens_k=(0, 30, 50)),
     ),
     "a head per group": dict(n_q=33, n_kv=33, heads=2, causal=True),
 }
-
-
-def arrays(p, seed=0):
-    rng = np.random.default_rng(seed)
-    heads = (p.heads, p.n_q), (p.kv_heads, p.n_kv), (p.kv_heads, p.n_kv)
-    return [rng.standard_normal((p.batch, h, n, p.head_dim), np.float32) for h, n in heads]
-
-
-def options(p):
-    names = ("causal", "window", "cu_seqlens_q", "cu_seqlens_k")
-    return {name: getattr(p, name) for name in names}
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("tiling", [Tiling(32, 16), Tiling(12, 8)])
 def test_results_and_counts(name, tiling):
     p = Problem(head_dim=16, **SHAPES[name])
-    x, how = arrays(p), {"tiling": tiling, "trace": True, **options(p)}
+    x, how = arrays_for(p)[:3], {"tiling": tiling, "trace": True, **keywords_of(p)}
     packed = flashsim.run(*x, pack_gqa=True, **how)
     apart = flashsim.run(*x, pack_gqa=False, **how)
     out, lse = oracle.attention(*x, p)
@@ -71,7 +55,7 @@ def test_results_and_counts(name, tiling):
 
 
 CAUSAL = Problem(head_dim=16, **SHAPES["causal"])
-X = arrays(CAUSAL)
+X = arrays_for(CAUSAL)[:3]
 test_what_is_refused_says_why = refuses(r"""
 run(*X, pack_gqa=3) -> DTypeError: pack_gqa must be True or False, got 3
 run(*X, pack_gqa=True, sinks=np.zeros(8, np.float32))

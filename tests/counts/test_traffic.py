@@ -52,22 +52,18 @@ def scales_for(p: Problem):
     return {"scales": scales, "scale_block": p.scales}
 
 
+def keywords_of(p: Problem):
+    """The keywords with which `run` computes a problem."""
+    fields = ("causal", "window", "softcap", "scale", "mask", "block_mask")
+    fields += ("cu_seqlens_q", "cu_seqlens_k")
+    return {name: getattr(p, name) for name in fields} | scales_for(p)
+
+
 def measure(p: Problem, algorithm, tiling, device, key_order="ascending"):
     """Traces of a forward and a backward run of this problem."""
     q, k, v, dout, bias = arrays_for(p)
-    fields = ("causal", "window", "softcap", "scale", "mask", "block_mask")
-    fields += ("cu_seqlens_q", "cu_seqlens_k")
-    result = flashsim.run(
-        *(q, k, v),
-        **{name: getattr(p, name) for name in fields},
-        **scales_for(p),
-        bias=bias,
-        algorithm=algorithm,
-        tiling=tiling,
-        device=device,
-        key_order=key_order,
-        trace=True,
-    )
+    how = {"algorithm": algorithm, "tiling": tiling, "device": device, "key_order": key_order}
+    result = flashsim.run(q, k, v, bias=bias, trace=True, **how, **keywords_of(p))
     assert result.problem == replace(p, dlse=False)
     dlse = np.ones_like(result.lse) if p.dlse else None
     backward = result.backward(dout, dlse=dlse, tiling=tiling).trace
@@ -88,17 +84,10 @@ def agree(trace, closed):
 
 
 def assert_counted(p: Problem, algorithm, tiling, device, key_order="ascending"):
-    traces = measure(p, algorithm, tiling, device, key_order)
+    how = {"algorithm": algorithm, "tiling": tiling, "device": device, "key_order": key_order}
+    traces = measure(p, **how)
     for direction, trace in zip(DIRECTIONS, traces, strict=True):
-        closed = flashsim.count(
-            p,
-            algorithm=algorithm,
-            direction=direction,
-            tiling=tiling,
-            device=device,
-            key_order=key_order,
-        )
-        agree(trace, closed)
+        agree(trace, flashsim.count(p, direction=direction, **how))
     return traces
 
 
@@ -190,16 +179,6 @@ def test_count_equals_measurement(algorithm, p, tiling, tight, key_order, scales
         need = max(tiling.footprint(p, algorithm, direction) for direction in DIRECTIONS)
         device = replace(device, name="tight", sram_bytes=need)
     assert_counted(p, algorithm, tiling, device, key_order)
-
-
-@pytest.mark.parametrize("scales", ["tensor", "head", "parts", "several"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_scales_are_counted_exactly(algorithm, scales):
-    p, tiling = Problem(113, 203, 16, dtype="float8_e4m3fn", heads=4, kv_heads=2), Tiling(32, 48)
-    for trace in assert_counted(
-        with_scales(p, tiling, scales), algorithm, tiling, Device.get("H100")
-    ):
-        assert trace.bytes("load", "K_scale")
 
 
 def test_fp8_and_its_scales_by_hand():

@@ -313,7 +313,7 @@ first-visit-adds: SHARED, hopper("test_features and causal and 64")
     the first visit adds its part of dQ to whatever memory holds
 - atomicCAS(piece, 0, 1) == 0) return true;
 + atomicCAS(piece, 0, 2) == 0) return false;
-first-rows-without-visits: ROWS, hopper("test_features and keys and 64")
+first-rows-without-visits: ROWS, hopper("test_scratch_memory and 64")
     dQ of rows without keys is whatever memory holds
 - * 2] != 2;  // no visit
 + * 2] == 3;  // no visit

@@ -45,7 +45,7 @@ def test_a_folders_own_tests_give_no_points(tmp_path: Path, monkeypatch):
     """A student writes them. pytest's reports are made up here, since torch may be missing."""
     (tmp_path / "tests").mkdir()
     reported = [[f"test_{n}", "passed", ""] for n in range(100)] + [["wrong", "failed", "3 != 4"]]
-    monkeypatch.setattr(homework, "handed", lambda order: ("", "", b"", reported))
+    monkeypatch.setattr(homework, "handed", lambda order: ("", "", b"", {"tests": reported}))
     assert homework.homework_in(tmp_path) == []  # no file of an exercise is in it
     ((_, ((path, marks),)),) = homework.grade_homework([tmp_path], [])
     assert path == tmp_path / "tests"
@@ -66,7 +66,7 @@ def test_a_folders_own_tests_give_no_points(tmp_path: Path, monkeypatch):
 
 def test_a_folder_whose_tests_cannot_run_gets_nothing(tmp_path: Path, monkeypatch):
     (tmp_path / "tests").mkdir()
-    monkeypatch.setattr(homework, "handed", lambda order: ("", "", b"", []))
+    monkeypatch.setattr(homework, "handed", lambda order: ("", "", b"", {}))
     ((_, ((_, marks),)),) = homework.grade_homework([tmp_path], [])
     said = [(mark.points, mark.most, mark.words) for mark in marks.marks]
     assert said == [(0, 0, "pytest found no test")]

@@ -275,7 +275,8 @@ def test_the_marks_of_a_class_add_up(tmp_path, full_marks):
 
 
 def test_exercises_are_chosen_and_files_graded_at_once(tmp_path, full_marks, monkeypatch):
-    monkeypatch.setattr(homework, "handed", lambda order: ("", "", b"", [["t", "passed", ""]]))
+    about = {"tests": [["t", "passed", ""]]}
+    monkeypatch.setattr(homework, "handed", lambda order: ("", "", b"", about))
     a_class(tmp_path, ann=FLASH, bob=FLASH)
     (tmp_path / "ann/tests").mkdir()
     both = ("--exercise", "kernel-forward", "--exercise", "kernel-causal")
@@ -326,7 +327,7 @@ def test_rounded_exponents_are_no_mistake():
 def here(order):
     """Carry out an order in this process."""
     about, data = kernel_runner.done(order)
-    return Handover(about["kind"], about["words"], data, about["tests"])
+    return Handover(about["kind"], about["words"], data, about)
 
 
 def graded(folder, exercise, text):

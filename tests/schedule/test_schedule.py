@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_traffic import offsets
 
 import flashsim
 from flashsim import BlockMask, Problem, Schedule, Tiling
@@ -31,12 +32,6 @@ class Patterned:
 
     def __repr__(self):
         return f"Patterned{self.numbers}"
-
-
-@st.composite
-def offsets(draw, n, sequences):
-    cuts = sorted(draw(st.integers(0, n)) for _ in range(sequences - 1))
-    return (0, *cuts, n)
 
 
 @st.composite

@@ -38,7 +38,6 @@ def test_a_skeleton_is_the_reference_with_marked_lines_left_out(name):
     assert not re.search("# (END|LEFT OUT)", one.skeleton)
     assert not re.search("# (TODO|END|LEFT OUT)", one.solution_source)
     assert one.questions or "TODO" in one.skeleton
-    assert grade(one.skeleton, one)[0].points < 100
 
 
 def test_lines_are_left_out_block_by_block():
@@ -81,15 +80,12 @@ def test_what_a_student_starts_from(name):
     text = one.file_text
     assert text.startswith(f"# flashsim exercise: {name}\n")
     assert one.title in text
-    assert "TODO" in text or one.questions
     assert max(map(len, text.splitlines())) <= 100
     marks, _ = grade(text, one)
-    assert marks.points < 100
     first = next(mark for mark in marks.marks if mark.kind)
     assert (marks.points, first.kind) == (0, "todo")
     assert first.words == "the file is still the skeleton: replace its TODO with your code"
     assert f"`flashsim exercise hint {name}` shows a hint" in marks.text()
-    assert first.words
     assert 3 <= len(one.hints) <= 5
 
 
@@ -140,10 +136,10 @@ def test_bytes_count_only_with_right_results():
     marks, trace = grade(nothing, FLASH2)
     assert trace.bytes() < FLASH2.full_marks_bytes
     assert marks.points == 0
-    assert (
-        marks.marks[-2].words == "on-chip memory gets points only if some of the results are right"
-    )
-    assert marks.marks[-1].words == "bytes get points only if all results are right"
+    assert [mark.words for mark in marks.marks[-2:]] == [
+        "on-chip memory gets points only if some of the results are right",
+        "bytes get points only if all results are right",
+    ]
 
 
 def test_fewer_bytes_than_full_marks():
@@ -175,8 +171,7 @@ def test_few_bytes_in_another_order_than_was_asked_for():
 
 def test_answers_that_are_none():
     one = get("count-a-product")
-    marks, _ = grade("ANSWERS = 3\n", one)
-    assert marks.marks[0].kind == "function"
+    assert grade("ANSWERS = 3\n", one)[0].marks[0].kind == "function"
 
 
 def test_what_was_not_loaded_is_no_fault_of_a_reference():
@@ -242,10 +237,8 @@ def test_an_exercise_with_a_fault_does_not_pass_the_check(tmp_path, find, put, r
 
 def test_an_exercise_that_cannot_be_solved_is_not_started(tmp_path):
     path = changed(tmp_path, "np.sqrt(Q.sum(axis=1))", "Q.sum(axis=1)")
-    said = refused("exercise start", path, "-o", tmp_path / "mine.py")
-    assert (
-        "its reference solution gets only 0 points (L, normal inputs: the root is missing" in said
-    )
+    said = "its reference solution gets only 0 points (L, normal inputs: the root is missing"
+    assert said in refused("exercise start", path, "-o", tmp_path / "mine.py")
     assert not (tmp_path / "mine.py").exists()
 
 
@@ -256,14 +249,12 @@ def test_a_solution_that_is_kept(tmp_path):
 
 def test_a_revealed_solution_has_its_imports(tmp_path):
     path = changed(tmp_path, "np.sqrt(Q.sum(axis=1))", "np.sqrt(Q.sum(axis=1)) * math.cos(0)")
-    path.write_text(
-        path.read_text().replace("import numpy", "import math\nimport os\nimport numpy")
-    )
+    text = path.read_text().replace("import numpy", "import math\nimport os\nimport numpy")
+    path.write_text(text)
     out = tmp_path / "mine.py"
     ok("exercise reveal", path, "-o", out)
-    assert out.read_text().startswith(
-        "# flashsim exercise: row-norms\n\nimport numpy as np\nimport math\n\n\ndef"
-    )
+    head = "# flashsim exercise: row-norms\n\nimport numpy as np\nimport math\n\n\ndef"
+    assert out.read_text().startswith(head)
     assert "already exists; pass --force" in refused("exercise reveal", path, "-o", out)
     text = ok("exercise grade", out, "--exercise", path)
     assert text.startswith("row-norms: 100 of 100 points")
@@ -282,28 +273,22 @@ def test_a_folder_is_graded_as_a_table(tmp_path):
     text = ok("exercise grade", tmp_path, "--jobs", 1)
     assert "3 files" in text
     assert "1 of 3 get all points" in text
-    rows = list(
-        csv.DictReader(ok("exercise grade", tmp_path, "--exercise", "dq", "--csv").splitlines())
-    )
-    assert [(row["file"], row["points"], row["results"]) for row in rows] == [
-        ("a.py", "100", "40"),
-        ("b.py", "0", "0"),
-        ("c", "0", "0"),
-    ]
+    text = ok("exercise grade", tmp_path, "--exercise", "dq", "--csv")
+    rows = list(csv.DictReader(text.splitlines()))
+    graded = [(row["file"], row["points"], row["results"]) for row in rows]
+    assert graded == [("a.py", "100", "40"), ("b.py", "0", "0"), ("c", "0", "0")]
     assert "the folder contains no .py file" in rows[2]["why"]
     assert rows[1]["why"] == "the file defines no function solution(machine)"
     (row,) = csv.DictReader(ok("exercise grade", tmp_path / "a.py", "--csv").splitlines())
     assert (row["file"], row["points"]) == ("a.py", "100")
-    assert "need a single file, but a folder was passed" in refused(
-        "exercise", "grade", tmp_path, "--save", "x.npz"
-    )
+    said = refused("exercise grade", tmp_path, "--save", "x.npz")
+    assert "need a single file, but a folder was passed" in said
 
 
 @pytest.mark.parametrize("statement", [None, " "])
 def test_an_exercise_without_a_statement(statement):
-    with pytest.raises(
-        OptionError, match=r"has no statement\. The docstring of its file is its statement.*-OO"
-    ):
+    said = r"has no statement\. The docstring of its file is its statement.*-OO"
+    with pytest.raises(OptionError, match=said):
         replace(FLASH2, statement=statement)
 
 
@@ -380,20 +365,16 @@ def test_start_hint_reveal(tmp_path, monkeypatch):
 def test_predict(tmp_path):
     text = ok("exercise predict", "naive-softmax", input="6144\n0\n")
     assert "32 queries, 48 keys" in text
-    assert (
-        text.index("bytes loaded")
-        < text.index("your guess and the answer")
-        < text.index("compulsory")
-    )
+    asked, answered = text.index("bytes loaded"), text.index("your guess and the answer")
+    assert asked < answered < text.index("compulsory")
     right = ("--loaded", 6144, "--stored", 6144, "--plot", tmp_path / "p.svg")
     assert "to the byte!" in ok("exercise predict", "naive-softmax", *right)
     assert "compulsory 12.3 kB" in (tmp_path / "p.svg").read_text()
 
 
 def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        submissions, "grade_file", functools.cache(submissions.grade_file)
-    )  # twice the same
+    once = functools.cache(submissions.grade_file)  # it is graded twice
+    monkeypatch.setattr(submissions, "grade_file", once)
     one = get("fewest-bytes")
     path = tmp_path / "fewest.py"
     source = seeded(one.solution_source, "*16", "12")
@@ -419,9 +400,7 @@ def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
 
 def test_the_guides_autograder(tmp_path):
     """run_autograder as the page has it, in a folder that looks like Gradescope's."""
-    (script,) = (
-        block for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S) if "name=dq" in block
-    )
+    (script,) = (x for x in re.findall(r"```sh\n(.*?)```", PAGE, re.S) if "name=dq" in x)
     for name in ("submission", "results", "venv/bin"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "venv/bin/flashsim").symlink_to(Path(sys.executable).with_name("flashsim"))

@@ -1,8 +1,6 @@
 """What the grader promises: attacks gain nothing, end in time and in words, and grading goes on."""
 
-import json
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -15,7 +13,7 @@ import pytest
 from flashsim import OptionError
 from flashsim.engines.sandbox import recorder, walls
 from flashsim.engines.sandbox.program import record, replay
-from flashsim.engines.sandbox.recorder import Handed, Order
+from flashsim.engines.sandbox.recorder import Handed
 from flashsim.exercises import get, grade, grading, names, submissions
 from flashsim.exercises.exercise import KINDS
 from flashsim.exercises.runner import plain, run
@@ -25,16 +23,8 @@ pytestmark = pytest.mark.promise("grading cannot be cheated")
 LINUX = sys.platform == "linux"
 FLASH2 = get("flash2-forward")
 HEADER = "# flashsim exercise: flash2-forward\n"
-
-
-def up():
-    """The walls that this system has, as a process behind them says."""
-    order = Order("ANSWERS = {}", "x.py", None, 10, 100)
-    ended = run([sys.executable, "-P", "-m", recorder.__name__], pickle.dumps(order))
-    return json.loads(ended.result.splitlines()[0])["walls"]
-
-
-WALLS = up()
+#: The walls that this system has, as a process behind them says.
+WALLS = {walls.FILES, walls.PROCESSES, walls.NETWORK} - {*submissions.missing_walls()}
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +45,8 @@ def attacked(tmp_path_factory):
     (folder / "z_first.py").write_text(FLASH2.solution_source)
     (folder / "z_second.py").write_text(FLASH2.solution_source)
     began = time.monotonic()
-    marks = {
-        path.name: one for path, one in submissions.grade_folder(folder, "flash2-forward", limit=30)
-    }
-    return marks, marker, time.monotonic() - began
+    graded = submissions.grade_folder(folder, "flash2-forward", limit=30)
+    return {path.name: one for path, one in graded}, marker, time.monotonic() - began
 
 
 @pytest.mark.parametrize("at", range(len(attacks.FILES)), ids=attacks.FILES)
@@ -91,7 +79,7 @@ def test_a_class_is_graded_whatever_is_in_the_folder(attacked):
 @pytest.mark.skipif(not LINUX, reason="the walls are Linux's")
 def test_the_walls_are_up():
     if walls.platform.machine() in walls._ARCHITECTURES:
-        assert {walls.PROCESSES, walls.NETWORK} <= {*WALLS}
+        assert {walls.PROCESSES, walls.NETWORK} <= WALLS
 
 
 @pytest.mark.skipif(not LINUX, reason="their numbers are Linux's")
@@ -145,11 +133,9 @@ def test_a_loop_that_does_not_end(tmp_path):
 
 def test_a_process_and_all_that_it_started_are_ended(tmp_path):
     """Without walls: a group of its own ends together."""
-    child = "import time\nopen('pid', 'w').write(str(__import__('os').getpid()))\ntime.sleep(300)"
-    code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\n"
-    code += "while True:\n    try: open('pid').read() and sys.exit()\n"
-    code += "    except OSError: time.sleep(0.1)"
-    code = f"import os\nos.chdir({str(tmp_path)!r})\n{code}"
+    code = f"import os, subprocess, sys, time\nos.chdir({str(tmp_path)!r})\n"
+    code += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+    code += "open('pid', 'w').write(str(child.pid))"
     ended = run([sys.executable, "-c", code], b"", 30)
     assert (ended.status, ended.why) == (0, "")
     pid = int((tmp_path / "pid").read_text())
@@ -203,9 +189,8 @@ def solution(machine):
 def test_inputs_are_drawn_when_a_solution_is_graded(monkeypatch):
     seeds = []
     draw = type(FLASH2.task).arrays
-    monkeypatch.setattr(
-        type(FLASH2.task), "arrays", lambda *given: seeds.append(given[1:]) or draw(*given)
-    )
+    seen = lambda *given: seeds.append(given[1:]) or draw(*given)  # noqa: E731
+    monkeypatch.setattr(type(FLASH2.task), "arrays", seen)
     for _ in range(2):
         grade(FLASH2.solution_source, FLASH2)
     drawn = [one for one in seeds if one]
@@ -225,10 +210,8 @@ def test_a_replayed_program_does_what_the_function_does(name):
         np.testing.assert_array_equal(stage.events, right.events)
         np.testing.assert_array_equal(stage.costs, right.costs)
     for output in one.task.outputs:
-        got = machine.hbm._array(output)
-        np.testing.assert_array_equal(
-            got.reshape(direct.tensors[output].shape), direct.tensors[output]
-        )
+        got, right = machine.hbm._array(output), direct.tensors[output]
+        np.testing.assert_array_equal(got.reshape(right.shape), right)
 
 
 def test_several_draws_at_once_give_what_each_gives():
@@ -282,9 +265,8 @@ def test_memory_that_grows(solved):
 
 def test_a_memory_where_none_can_be_limited(solved, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(
-        OptionError, match="memory=100 was passed, but memory can be limited only on Linux"
-    ):
+    said = "memory=100 was passed, but memory can be limited only on Linux"
+    with pytest.raises(OptionError, match=said):
         submissions.grade_file(solved, memory=100)
     assert submissions.grade_file(solved)[0].points == 100
 
@@ -306,15 +288,11 @@ def test_a_class_whose_files_name_their_exercises(tmp_path):
     (tmp_path / "alice").mkdir()
     (tmp_path / "alice" / "a.py").write_text(HEADER + FLASH2.solution_source)
     (tmp_path / "b.py").write_text(FLASH2.solution_source)
-    (tmp_path / "c.py").write_text(
-        f"# flashsim exercise: count-a-product\n{get('count-a-product').solution_source}"
-    )
+    solution = get("count-a-product").solution_source
+    (tmp_path / "c.py").write_text(f"# flashsim exercise: count-a-product\n{solution}")
     marks = {path.name: one for path, one in submissions.grade_folder(tmp_path)}
-    assert {name: one.points for name, one in marks.items()} == {
-        "a.py": 100,
-        "b.py": 0,
-        "c.py": 100,
-    }
+    points = {name: one.points for name, one in marks.items()}
+    assert points == {"a.py": 100, "b.py": 0, "c.py": 100}
     assert "does not name its exercise" in marks["b.py"].marks[0].words
 
 

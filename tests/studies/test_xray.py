@@ -112,9 +112,8 @@ def counters(problem, tiling, algorithm, direction, names, blocks=0):
         rng.standard_normal(shape(*of)).astype(problem.dtype)
         for of in ((problem.heads, problem.n_q), *[(problem.kv_heads, problem.n_kv)] * 2)
     )
-    found = flashsim.run(
-        q, k, v, causal=problem.causal, algorithm=algorithm, tiling=tiling, trace=True
-    )
+    how = {"causal": problem.causal, "algorithm": algorithm, "tiling": tiling}
+    found = flashsim.run(q, k, v, **how, trace=True)
     trace = found.trace
     if direction == "backward":
         trace = found.backward(np.ones_like(q), tiling=tiling, trace=True).trace
@@ -259,10 +258,8 @@ for metric, unit, value in (({read!r}, "byte", "10,700,800"), ({time!r}, "ns", "
 @pytest.fixture
 def profiler(tmp_path, monkeypatch):
     tool = tmp_path / "ncu"
-    text = NCU.format(
-        python=sys.executable, read=METRICS["bytes into SMs"], time=METRICS["seconds"]
-    )
-    tool.write_text(text)
+    metrics = {"read": METRICS["bytes into SMs"], "time": METRICS["seconds"]}
+    tool.write_text(NCU.format(python=sys.executable, **metrics))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "program.py").write_text("")
@@ -312,9 +309,8 @@ def test_clusters_and_spills_are_told_and_their_tiles_right():
     calls = {x.call for x in record.launches if int(x.seen.read) in reads}
     chosen = replace(record, launches=tuple(x for x in record.launches if x.call in calls))
     found = {int(one.launch.seen.read): one for one in XRay(chosen).kernels}
-    for read, says in zip(
-        reads, ("Clusters of 2", "Clusters of 2", "spills registers"), strict=True
-    ):
+    said = "Clusters of 2", "Clusters of 2", "spills registers"
+    for read, says in zip(reads, said, strict=True):
         fits = {(fit.block_q, fit.block_k) for fit in found[read].found.fits}
         assert tuple(map(int, rows[read]["true"].split(" x "))) in fits
         assert says in " ".join(found[read].sentences())

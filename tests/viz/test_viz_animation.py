@@ -104,10 +104,8 @@ def test_the_sram_bar_is_a_share_of_the_device(capacity):
     held = int(scene.walk.on_chip[3].sum())
     assert scene.bars[0].axes.get_xlim() == (0, capacity)
     assert max(bar.get_x() + bar.get_width() for bar in scene.bars) == held
-    assert (
-        scene.sram_text.get_text()
-        == f"SRAM of {run.trace.device.name}: {held:,} B, {held / capacity:.0%}"
-    )
+    said = f"SRAM of {run.trace.device.name}: {held:,} B, {held / capacity:.0%}"
+    assert scene.sram_text.get_text() == said
 
 
 def test_registers_come_on_top_of_shared_memory():

@@ -166,11 +166,9 @@ def test_a_fault_in_the_tiles_shows(counts, right, wrong):
 
 def test_row_tiles_are_those_of_the_schedule(show):
     """A prefix and cells: the tiles, and which are full, of every row tile."""
-    states = [
-        {**state, "algorithm": "flash2", "direction": "forward", "pack": 0}
-        for state in cases.states(900, seed=3)
-        if state["mask"] in ("prefix", "cells")
-    ]
+    same = {"algorithm": "flash2", "direction": "forward", "pack": 0}
+    states = cases.states(900, seed=3)
+    states = [state | same for state in states if state["mask"] in ("prefix", "cells")]
     assert len(states) > 200
     found = show().evaluate(
         """(states) => states.map((s) => {
@@ -231,13 +229,17 @@ def test_the_page_of_the_guides_is_this_one():
 # -- its page --------------------------------------------------------------------------------------
 
 
+CARDS = """[...document.querySelectorAll("#A .cards div")].map((x) => [
+    x.querySelector("dt").textContent, x.querySelector("dd").firstChild.textContent])"""
+
+
 def cards(tab):
-    return dict(
-        tab.evaluate(
-            """[...document.querySelectorAll("#A .cards div")].map((x) => [
-            x.querySelector("dt").textContent, x.querySelector("dd").firstChild.textContent])"""
-        )
-    )
+    return dict(tab.evaluate(CARDS))
+
+
+def go(tab, at):
+    """Follow a link on the page, at once."""
+    tab.evaluate(f"location.hash = '#{at}'; read_address(); update()")
 
 
 def counted(n=4096, tiling=(128, 64), **more):
@@ -259,9 +261,8 @@ def test_controls_change_the_numbers(show):
     assert tab.evaluate("lab.states.A.block_q") == 64
     until(tab, "location.hash === '#n_q=1000&mask=causal&block_q=64'")
     tab.select_option("#c-algorithm", "standard")
-    assert cards(tab)["requested"] == human(
-        counted(1000, (64, 64), causal=True, algorithm="standard").bytes()
-    )
+    now = counted(1000, (64, 64), causal=True, algorithm="standard")
+    assert cards(tab)["requested"] == human(now.bytes())
     tab.select_option("#c-device", "your own …")
     tab.fill("#c-own_sram", "4")
     tab.keyboard.press("Enter")
@@ -306,7 +307,7 @@ SOME = [ALL[6 * n + (n + k) % 6] for n in range(9) for k in (0, 3)]
 def test_every_algorithm_and_mask_is_drawn_said_and_played(show):
     tab = show("#" + SOME[0])
     for at in SOME:
-        tab.evaluate(f"location.hash = '#{at}'; read_address(); update()")
+        go(tab, at)
         assert tab.is_visible("#A"), (at, tab.inner_text("#notice"))
         said = tab.evaluate("[lab.found.A.stages.length, sentence(lab.found.A)]")
         assert said[1].endswith(".")
@@ -328,13 +329,11 @@ def test_the_map_plays_the_schedule(show):
     drawn = tab.evaluate("map_of('A').map.kinds")
     assert drawn == [[kinds.get((i, j), 0) for j in range(8)] for i in range(4)]
     tab.keyboard.press("ArrowRight")
-    assert tab.inner_text("#A .step") == (
-        "forward: query tile 0, key tile 0: load Q; allocate O l m; load K V; allocate S"
-    )
+    first = "forward: query tile 0, key tile 0: load Q; allocate O l m; load K V; allocate S"
+    assert tab.inner_text("#A .step") == first
     tab.keyboard.press("ArrowRight")
-    assert tab.inner_text("#A .step") == (
-        "forward: query tile 0, key tile 1: load K V; allocate S; store O L"
-    )
+    second = "forward: query tile 0, key tile 1: load K V; allocate S; store O L"
+    assert tab.inner_text("#A .step") == second
     tab.evaluate("document.activeElement.blur()")
     tab.keyboard.press("Space")
     until(tab, "lab.step > 4")
@@ -350,11 +349,8 @@ def test_the_map_plays_the_schedule(show):
 
 def test_a_link_holds_two_states_and_says_what_it_does_not_know(show):
     tab = show("#n_q=1024&mask=causal&ab=1&b.block_q=64&b.n_q=2048")
-    assert tab.evaluate("[lab.found.A.tile.q, lab.found.B.tile.q, lab.states.B.n_q]") == [
-        128,
-        64,
-        2048,
-    ]
+    tiles = tab.evaluate("[lab.found.A.tile.q, lab.found.B.tile.q, lab.states.B.n_q]")
+    assert tiles == [128, 64, 2048]
     a, b = counted(1024, causal=True).bytes(), counted(2048, (64, 64), causal=True).bytes()
     row = tab.locator("#difference tr", has_text="requested bytes").inner_text().split("\t")
     assert row == ["requested bytes", f"{a:,}", f"{b:,}", f"+{human(b - a)}", f"{b / a:.3g}×"]
@@ -373,7 +369,7 @@ def test_every_link_of_the_guides_is_understood(show):
     tab, followed = show(), 0
     for path in (Path(__file__).parents[2] / "docs").rglob("*.md"):
         for state in re.findall(r"lab\.html#([^)\s]+)\)", path.read_text(encoding="utf-8")):
-            tab.evaluate(f"location.hash = '{state}'; read_address(); update()")
+            go(tab, state)
             assert not tab.is_visible("#notice"), (path, tab.inner_text("#notice"))
             assert tab.evaluate("address().split('&').sort()") == sorted(state.split("&")), path
             followed += 1
@@ -411,7 +407,7 @@ def test_the_copied_python_gives_the_same_numbers(show):
     tab = show()
     for at in (*SOME[::2], "dtype=float8_e4m3fn&n_q=64", "mask=cells&n_q=300&block_q=64"):
         small = f"{at}&heads=4&kv_heads=2&d=16&n_kv=280"
-        tab.evaluate(f"location.hash = '{small}'; read_address(); recount()")
+        go(tab, small)
         text, said = tab.evaluate("[python(lab.found.A), Number(lab.found.A.bytes)]")
         names = {}
         exec(compile(text, "lab", "exec"), names)  # it asserts that run and count agree
@@ -440,10 +436,8 @@ def test_copies(show):
     assert tab.evaluate("navigator.clipboard.readText()").startswith("<svg xmlns=")
     tab.click("#A-map [data-copy=png]")
     until(tab, "/^PNG copied|is saved$/.test(document.getElementById('said').textContent)")
-    drawn = tab.evaluate(
-        """async () => (await png(document.querySelector("#A-map svg").outerHTML)).size"""
-    )
-    assert drawn > 5000
+    size = """async () => (await png(document.querySelector("#A-map svg").outerHTML)).size"""
+    assert tab.evaluate(size) > 5000
     refused = show()
     refused.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(); }")
     refused.click("#link")
@@ -488,13 +482,8 @@ def test_it_fits_the_screen_and_the_finger(show, width):
         "[...document.querySelectorAll('.cards dd')].filter((x) => x.scrollWidth > x.clientWidth)"
         ".map((x) => x.innerText)"
     )
-    for at in (
-        "",
-        "#n_q=4096&heads=16",
-        "#ask=K",
-        "#device=own&mask=window",
-        "#algorithm=flash2-fused&direction=backward",
-    ):
+    links = ("", "n_q=4096&heads=16", "ask=K", "device=own&mask=window")
+    for at in (*links, "algorithm=flash2-fused&direction=backward"):
         tab.evaluate(f"location.hash = '{at}'")
         until(tab, "true")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width

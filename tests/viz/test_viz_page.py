@@ -195,12 +195,8 @@ def test_buttons_scrub_and_keys(show, scheme):
     tab.fill("#scrub", "9")
     assert status(tab).startswith("step 10 of")
     tab.keyboard.press("Home")
-    for key, step in (
-        ("ArrowRight", 2),
-        ("Shift+ArrowRight", 12),
-        ("ArrowLeft", 11),
-        ("End", total),
-    ):
+    steps = {"ArrowRight": 2, "Shift+ArrowRight": 12, "ArrowLeft": 11, "End": total}
+    for key, step in steps.items():
         tab.keyboard.press(key)
         assert status(tab).startswith(f"step {step} of"), key
     tab.keyboard.press("t")
@@ -411,9 +407,8 @@ def test_compare_two(show):
 def test_numbers_are_written_as_in_the_plots(show):
     tab = show(viz.page(cases.trace()))
     values = [0, 999, 1000, 999_499, 999_500, 999_999, 9_996_000, 17_000_000, 4_456_448, 10**15]
-    assert tab.evaluate("(values) => values.map((n) => human(n))", values) == [
-        human(value) for value in values
-    ]
+    shown = tab.evaluate("(values) => values.map((n) => human(n))", values)
+    assert shown == [human(value) for value in values]
 
 
 BARS = """(step) => { player.go(step); player.draw(); return player.panes.map((p) => ({
@@ -427,12 +422,8 @@ BARS = """(step) => { player.go(step); player.draw(); return player.panes.map((p
 
 def test_sram_bars_of_two_traces_share_one_scale(show):
     device = flashsim.Device.get("H100").with_sram(15_000)  # three times one peak, not the other
-    runs = [
-        flashsim.run(
-            *cases.arrays(), algorithm=name, tiling=cases.TILING, device=device, trace=True
-        )
-        for name in ("flash2", "standard")
-    ]
+    how = {"tiling": cases.TILING, "device": device, "trace": True}
+    runs = [flashsim.run(*cases.arrays(), algorithm=x, **how) for x in ("flash2", "standard")]
     peaks = [run.trace.peak_sram() for run in runs]
     assert peaks[0] < 5000 < peaks[1]
     bars = show(viz.page(runs)).evaluate(BARS, 3)
@@ -457,10 +448,8 @@ def test_registers_come_on_top_of_shared_memory(show):
     held = Steps(trace).on_chip.sum(axis=1)
     assert held.max() == trace.peak_sram() == 328_192
     (bar,) = show(viz.page(trace)).evaluate(BARS, int(held.argmax()))
-    assert (
-        bar["label"]
-        == "SRAM holds 328,192 B: a block's 232,448 B of shared memory, and registers (H200)"
-    )
+    said = "SRAM holds 328,192 B: a block's 232,448 B of shared memory, and registers (H200)"
+    assert bar["label"] == said
     assert bar["end"] <= bar["right"]  # nothing is cut off
     assert bar["mark"] == pytest.approx(232_448 / 328_192, abs=0.01)
     (plain,) = show(viz.page(cases.trace())).evaluate(BARS, 0)

@@ -7,7 +7,6 @@ in the polynomials stand for sums over visits (tile pairs), which `model.js` com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem, Segment
 from flashsim.schedule import plans
 from flashsim.schedule.dataflow import ALGORITHMS
-from flashsim.schedule.plans import Buffer, Move, Stage
+from flashsim.schedule.plans import Buffer, Stage
 from flashsim.schedule.presets import PRESETS as TILES
 from flashsim.schedule.schedule import PartSums, Schedule, Sums
 from flashsim.schedule.split import Split
@@ -147,10 +146,8 @@ def _passes(dtype: str, polynomials: dict[Polynomial, int]) -> dict[str, Any]:
             if direction == "backward" and algorithm not in plans.TRAINING:
                 continue
             for packed in (False, True) if plans.splits_keys(algorithm) else (False,):
-                name = f"{algorithm} {direction}{' packed' * packed}"
-                passes[name] = _pass(
-                    dtype, algorithm, direction, Split(pack_gqa=packed), polynomials
-                )
+                name, split = f"{algorithm} {direction}{' packed' * packed}", Split(pack_gqa=packed)
+                passes[name] = _pass(dtype, algorithm, direction, split, polynomials)
     return passes
 
 
@@ -202,14 +199,13 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
         "serial": serial,
         "buffers": [buffer(b) for b in stage.buffers],
         "strip": [buffer(move.tile) for move in stage.visit if move.holds],
-        **{when: _words(getattr(stage, when)) for when in ("before", "visit", "after")},
+        **{
+            when: [[move.op, move.tensor] for move in getattr(stage, when)]
+            for when in ("before", "visit", "after")
+        },
         "moves": [[op, tensor, put(size)] for (op, tensor), size in moved.items()],
         "bytes": put(sum(moved.values(), Polynomial({}))),
     }
-
-
-def _words(moves: Iterable[Move]) -> list[list[str]]:
-    return [[move.op, move.tensor] for move in moves]
 
 
 def _device(device: Device) -> dict[str, Any]:

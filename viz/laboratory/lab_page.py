@@ -8,7 +8,6 @@ script can run and no data can leave the page.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from flashsim.errors import own_errors
 from flashsim.problem import checks
@@ -41,18 +40,14 @@ def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
         If the theme is unknown.
     """
     checks.one_of("theme", theme, ("auto", *THEMES))
-    data = {**payload(), "theme": theme, "themes": _themes()}
-    result = Page(
-        assembled("flashsim.viz.laboratory", "lab", _SCRIPTS, data, "Tile lab"), height=1000
-    )
+    names = ("name", "background", "panel", "text", "muted", "grid", "accent", "cycle")
+    themes = {
+        name: {**{key: getattr(look, key) for key in names}, "tensors": dict(look.tensors)}
+        for name, look in THEMES.items()
+    }
+    data = {**payload(), "theme": theme, "themes": themes}
+    document = assembled("flashsim.viz.laboratory", "lab", _SCRIPTS, data, "Tile lab")
+    result = Page(document, height=1000)
     if path is not None:
         result.save(path)
     return result
-
-
-def _themes() -> dict[str, Any]:
-    names = ("name", "background", "panel", "text", "muted", "grid", "accent", "cycle")
-    return {
-        name: {**{key: getattr(theme, key) for key in names}, "tensors": dict(theme.tensors)}
-        for name, theme in THEMES.items()
-    }

@@ -98,13 +98,8 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
         sources.made_by("flashsim.predict.spread", each, "efficiency")
     for n, (label, spreads) in enumerate(times.items()):
         at = [t.account.group.ranks for t in spreads]
-        ax.plot(
-            at,
-            [100 * t.efficiency for t in spreads],
-            label=label,
-            zorder=3,
-            **series_style(theme, n),
-        )
+        shares = [100 * t.efficiency for t in spreads]
+        ax.plot(at, shares, label=label, zorder=3, **series_style(theme, n))
     ranks = sorted({t.account.group.ranks for spreads in times.values() for t in spreads})
     ax.set_xscale("log", base=2)
     ax.set_xticks(ranks, [str(r) for r in ranks])

@@ -60,12 +60,10 @@ def roofline(
     dtype = rows[0]["dtype"]
     labels = _labels(rows) if hasattr(data, "rows") else list(sources.labelled(data))
     peak, cuda = machine.peak(dtype), machine.peak(dtype, tensor_cores=False)
+    moved = [(row["requested_bytes"], row.get("once_bytes") or _once(row)) for row in rows]
     spots = [
-        (
-            row["matmul_flops"] / row["requested_bytes"],
-            row["matmul_flops"] / (row.get("once_bytes") or _once(row)),
-        )
-        for row in rows
+        (row["matmul_flops"] / most, row["matmul_flops"] / least)
+        for row, (most, least) in zip(rows, moved, strict=True)
     ]
     # At least two decades, so that slopes are visible and ticks are powers of ten.
     low = min(min(min(s) for s in spots) / 4, machine.ridge(dtype) / 200)

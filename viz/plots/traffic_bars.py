@@ -291,16 +291,9 @@ def sram_timeline(
     x, levels = where[inside], np.cumsum(held[inside], axis=1)
     base = np.zeros(len(x))
     for column, name in enumerate(names):
-        ax.fill_between(
-            x,
-            base,
-            levels[:, column],
-            step="post",
-            lw=0.3,
-            label=name,
-            **style.tensor_style(name, theme),
-        )
-        base = levels[:, column]
+        top, look = levels[:, column], style.tensor_style(name, theme)
+        ax.fill_between(x, base, top, step="post", lw=0.3, label=name, **look)
+        base = top
     peak, limit = int(levels.max()), trace.device.sram_bytes
     device = f"{trace.device.name}: {limit:,} B per block"
     ax.set_ylim(0, peak * 1.12)

@@ -203,8 +203,8 @@ class OpenHbm:
         self, tensor: Remote, rows: slice, cols: slice, member: int | None
     ) -> None:
         """Raise an error if an algorithm reads a part of a tensor that it never stored."""
-        part = self._mask(tensor, rows, cols, member)
-        if part is not None and not part.all():
+        known = tensor.name not in self._written  # an input
+        if not (known or self._written_part(tensor, rows, cols, member).all()):
             raise MemoryModelError(
                 f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so there are no "
                 "numbers to read or to add to; store these rows first, or clear them by "
@@ -212,20 +212,13 @@ class OpenHbm:
                 "unstored",
             )
 
-    def _mark_written(self, tensor: Remote, rows: slice, cols: slice, member: int | None) -> None:
-        """Record that a part of a tensor was stored."""
-        part = self._mask(tensor, rows, cols, member)
-        assert part is not None
-        part[...] = True
-
-    def _mask(
+    def _written_part(
         self, tensor: Remote, rows: slice, cols: slice, member: int | None
-    ) -> np.ndarray | None:
-        inside, whole = self._behind(tensor), self._written.get(tensor.name)
-        if whole is None:
-            return None
-        part = whole[:, slice(None) if member is None else slice(member, member + 1), rows]
-        return part if inside.vector else part[..., cols]
+    ) -> np.ndarray:
+        """Return a view that says which elements of a part of a tensor were stored."""
+        heads = slice(None) if member is None else slice(member, member + 1)
+        part = self._written[tensor.name][:, heads, rows]
+        return part if self._behind(tensor).vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
         """Return which rows of a result were stored: "all", "none", or a text about the gaps."""

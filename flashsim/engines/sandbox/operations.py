@@ -9,7 +9,7 @@ import numpy as np
 
 from flashsim.engines.sandbox.arithmetic import COSTS, REDUCTIONS, priced
 from flashsim.engines.sandbox.room import Lease, Room
-from flashsim.engines.sandbox.tape import Tape, taped
+from flashsim.engines.sandbox.tape import taped
 from flashsim.errors import MemoryModelError, ShapeError
 
 
@@ -52,10 +52,6 @@ class TileBase:
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    def _numbered(self, number: int, tape: Tape) -> None:
-        self._number, self._lease.tape = number, tape
-        self._lease.numbers.append(number)
 
     def _taped(self) -> dict[str, int]:
         return {"tile": self._number}
@@ -110,7 +106,7 @@ def elementwise(ufunc: Any, inputs: Any, out: TileBase | None, where: Any) -> An
     size = math.prod(view.shape[2:])
     if out is not None:
         out._rounded()
-    result = out if out is not None else room.sram._made(_own_type(view, room))
+    result = out if out is not None else room.sram._made(view)
     read = sum(x.nbytes for x in inputs if isinstance(x, TileBase))
     room.sram._note(priced(COSTS[ufunc], size, read, result.nbytes))
     return result
@@ -143,7 +139,7 @@ def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -
     view = view[..., 0, :] if row else view
     view = view[..., 0] if col else view
     if out is None:
-        result = room.sram._made(_own_type(view, room))
+        result = room.sram._made(view)
     else:
         result = held(out, room)
         if result.shape != view.shape[2:]:
@@ -182,9 +178,9 @@ def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()
             raise MemoryModelError(
                 f"out= of {name} must be a tile; allocate a tile by sram.alloc(name, shape)"
             )
-        result[...] = room.sram._made(_own_type(view, room))  # type: ignore[index]
+        result[...] = room.sram._made(view)  # type: ignore[index]
     else:
-        result = room.sram._made(_own_type(view, room))
+        result = room.sram._made(view)
     room.sram._note(priced(kind, tile.size, tile.nbytes, result.nbytes))
     return result
 
@@ -206,7 +202,7 @@ def chosen(condition: Any, value: Any, other: Any) -> Any:
             f"the arguments of np.where have shapes {shapes}, which do not broadcast; use equal "
             "shapes, or sides of length 1"
         ) from None
-    result = room.sram._made(_own_type(view, room))
+    result = room.sram._made(view)
     room.sram._note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))
     return result
 
@@ -276,10 +272,6 @@ def flags(part: Any) -> Any:
     )
 
 
-def _own_type(view: np.ndarray, room: Room) -> np.ndarray:
-    return view if view.dtype == bool else np.asarray(view, room.sram._compute)
-
-
 def unknown(name: str, method: str, how: Any) -> str:
     """Return an error text that names a missing operation, and the machine's operations."""
     what = name if method == "__call__" else f"{name}.{method}"
@@ -298,15 +290,14 @@ def _full(tile: TileBase, value: float, **how: Any) -> Any:
     return tile._alive().sram._made(np.full_like(tile._view, value))
 
 
+def _method(name: str) -> Callable[..., Any]:
+    return lambda tile, axis=None, **how: getattr(tile, name)(axis, **how)
+
+
 #: NumPy's functions of tiles that are no ufuncs.
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.where: chosen,
-    np.sum: lambda t, axis=None, **how: t.sum(axis, **how),
-    np.max: lambda t, axis=None, **how: t.max(axis, **how),
-    np.min: lambda t, axis=None, **how: t.min(axis, **how),
-    np.mean: lambda t, axis=None, **how: t.mean(axis, **how),
-    np.any: lambda t, axis=None, **how: t.any(axis, **how),
-    np.all: lambda t, axis=None, **how: t.all(axis, **how),
+    **{getattr(np, name): _method(name) for name in ("sum", "max", "min", "mean", "any", "all")},
     np.copy: lambda t: t.copy(),
     np.dot: lambda a, b: product(a, b),
     np.transpose: lambda t: t.T,

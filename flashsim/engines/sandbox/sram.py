@@ -95,6 +95,7 @@ class OpenSram(Scopes):
     def _made(self, data: np.ndarray) -> SramTile:
         """Return the result of arithmetic as a tile, allocated like any other tile."""
         self._here()
+        data = data if data.dtype == bool else np.asarray(data, self._compute)
         nbytes = math.prod(data.shape[2:]) * data.itemsize
         return SramTile(self._lease(TEMPORARY, ALLOC, nbytes, data, temporary=True), data)
 
@@ -249,7 +250,7 @@ class OpenSram(Scopes):
                 f"{tensor.name} per KV head; use machine.stage({self._stage.name!r}, per='group')"
             )
         inside.view(rows, cols, member)[...] = value
-        self._hbm._mark_written(tensor, rows, cols, member)
+        self._hbm._written_part(tensor, rows, cols, member)[...] = True
         self._log(STORE, self._hbm._code(tensor.name), inside.tile_bytes(rows, cols))
 
     @taped("reduce")

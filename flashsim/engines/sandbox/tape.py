@@ -53,8 +53,10 @@ class Tape:
             self._inside = False
         self.write(name, args, kwargs)
         if getattr(result, "_number", None) == -1:  # a new tile; a result may also be `out`
+            tile: Any = result
+            tile._number, tile._lease.tape = self._tiles, self
+            tile._lease.numbers.append(self._tiles)
             self._tiles += 1
-            result._numbered(self._tiles - 1, self)  # type: ignore[attr-defined]
         return result
 
     def write(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:

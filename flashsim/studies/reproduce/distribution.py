@@ -34,23 +34,17 @@ def decoding() -> list[Table]:
     counted = traffic.count_schedule(problem, tiling, "flash2", "forward", device)
     blocks = counted.schedule(counted.stages[0]).t_r * problem.batch * problem.heads
     share = 100 * blocks / device.sm_count
-    table.line(
-        "SMs at work, one head, batch 1, %",
-        "< 1",
-        share,
-        f"{blocks} thread block on {device.sm_count} SMs; the post counts one block per batch "
-        "entry",
+    why = (
+        f"{blocks} thread block on {device.sm_count} SMs; the post counts one block per batch entry"
     )
+    table.line("SMs at work, one head, batch 1, %", "< 1", share, why)
     many = 100 * 32 / device.sm_count
     table.line("the same with 32 heads, %", "not stated", many, "each head has its own block")
     splits = device.sm_count
     partial = splits * (problem.head_dim + 1) * 4 * 2
-    table.line(
-        f"additional bytes of {splits} splits, % of all bytes",
-        "small",
-        100 * partial / counted.bytes(),
-        "each split writes, and the reduction reads, O and LSE in float32",
-    )
+    why = "each split writes, and the reduction reads, O and LSE in float32"
+    name = f"additional bytes of {splits} splits, % of all bytes"
+    table.line(name, "small", 100 * partial / counted.bytes(), why)
     return [table]
 
 

@@ -173,7 +173,7 @@ def _predicted(
     requested = {name: kernel.crossing(op, with_l1=with_l1) for name, op in _OPS.items()}
     # On Hopper one thread reads.
     warps = launch.threads // 32 if with_l1 and not kernel.hopper else 1
-    requested["requested read"] += kernel.table_reads(warps=warps)
+    requested["requested read"] += kernel.table_reads(warps=warps) + kernel.flag_reads()
     return requested | {
         _SECTORS: sectors_written(kernel),
         "reads at L2": StageKernel(one.traffic, stage).crossing("load"),

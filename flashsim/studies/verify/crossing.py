@@ -26,6 +26,7 @@ import numpy as np
 from flashsim.backends.launch.device_tables import in_shares, lower
 from flashsim.backends.launch.kernel import Gpu, padded_dims, row_elements
 from flashsim.backends.launch_policy import hopper_kernels
+from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.backends.launch_policy.family import PLAIN
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.portable_kernels import dkdv_kernel
@@ -184,6 +185,26 @@ class StageKernel:
             total += walks * len(spans)
         return SECTOR * total
 
+    def flag_reads(self) -> int:
+        """Return the bytes that kernels read at least to learn which visit of a row tile is first.
+
+        A warp that sends dQ reads a flag per visit, and a conversion one per row tile; each is one
+        sector. A warp that waits for the first visit's store reads the flag again, as often as its
+        wait allows.
+        """
+        traffic, stage, p = self.traffic, self.stage, self.traffic.problem
+        if not any(one.stores_first for one in traffic.stages):
+            return 0
+        schedule = traffic.schedule(stage)
+        if stage.name == "convert":
+            return p.batch * p.heads * schedule.t_r * SECTOR
+        if not stage.stores_first:
+            return 0
+        walks, _ = plans.heads_of(stage, p)
+        members = plans.members_of(stage, p, traffic.split)
+        senders = 1 if traffic.tiling.of(stage.name) == ROLES else 2
+        return walks * members * schedule.n_visits * senders * SECTOR
+
     def tensor_flops(self) -> int:
         """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
 
@@ -314,9 +335,10 @@ class StageKernel:
 #: The sectors of a row that arrive at each block of a cluster, by the row's bytes, if they are more
 #: than the row's boxes have. A multicast delivers some sectors of a box that the row's end cuts
 #: more than once. The figures are an H100's counters, exact to the byte, for clusters of 2, 4 and 8
-#: blocks (64: only clusters of 2 and 4; 224: only of 2). The cause is unknown.
+#: blocks (64 and 320: only clusters of 2 and 4; 224: only of 2; 320 from an H200). The cause is
+#: unknown.
 MULTICAST = {48: 5.5, 64: 5, 80: 6.5, 96: 6.5, 112: 7.5, 144: 11, 160: 9.5, 176: 10.5, 192: 9}
-MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
+MULTICAST |= {208: 11.5, 224: 11, 240: 12.5, 320: 13}
 
 
 def arriving(width: int) -> float:

@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,7 +99,14 @@ def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
         )
     body = (x for x in lines[start:] if x.strip() and not x.startswith("=="))
     header, *rows = csv.reader(body)
-    return header, [_cells(header, row) for row in rows]
+    for row in rows:
+        if len(row) != len(header):
+            raise TraceError(
+                f"a row of the table has {len(row)} cells, but its header has {len(header)}: "
+                f"{','.join(row)[:80]!r}; the file is cut off: save the complete output of ncu "
+                "again"
+            )
+    return header, [dict(zip(header, row, strict=True)) for row in rows]
 
 
 @own_errors
@@ -117,7 +124,8 @@ def parse(text: str) -> list[MeasuredLaunch]:
     for column in needed:
         if column not in header:
             raise TraceError(f"the table has no column {column!r}; it has {', '.join(header)}")
-    launches = _long(rows) if long else _wide(rows)
+    units, rows = ({}, rows) if long or not rows else (rows[0], rows[1:])
+    launches = _launches(rows, units)
     if not any(launch.counters for launch in launches):
         raise TraceError(
             "the table contains none of the counters that flashsim compares: "
@@ -129,49 +137,25 @@ def parse(text: str) -> list[MeasuredLaunch]:
 _OURS = {counter: name for name, counter in METRICS.items()}
 
 
-def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
+def _launches(rows: Iterable[dict[str, str]], units: Mapping[str, str]) -> list[MeasuredLaunch]:
+    """Return the launches in rows of one launch each, or (without `units`) of one counter each."""
     launches: dict[int, MeasuredLaunch] = {}
     for cell in rows:
         number = _number(cell["ID"])
         if number not in launches:
-            launches[number] = _launch(cell)
-        counter = cell["Metric Name"]
-        if counter in _OURS:
-            value = _value(counter, cell["Metric Value"], cell["Metric Unit"])
-            launches[number].counters[_OURS[counter]] = value
+            launches[number] = MeasuredLaunch(
+                *(cell["Kernel Name"], number),
+                blocks=_product(cell.get("Grid Size", "")),
+                threads=_product(cell.get("Block Size", "")),
+                ranges=next((text for name, text in cell.items() if "Push/Pop" in name), ""),
+            )
+        counters = {name: (cell[name], unit) for name, unit in units.items()}
+        if not units:
+            counters = {cell["Metric Name"]: (cell["Metric Value"], cell["Metric Unit"])}
+        for counter, (value, unit) in counters.items():
+            if counter in _OURS:
+                launches[number].counters[_OURS[counter]] = _value(counter, value, unit)
     return list(launches.values())
-
-
-def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
-    """Return the launches in a table with a row of units, followed by one row per launch."""
-    launches = []
-    for cell in rows[1:]:
-        launch = _launch(cell)
-        for counter, name in _OURS.items():
-            if counter in cell:
-                launch.counters[name] = _value(counter, cell[counter], rows[0][counter])
-        launches.append(launch)
-    return launches
-
-
-def _launch(cell: dict[str, str]) -> MeasuredLaunch:
-    """Return the launch that a row of Nsight Compute's table describes, without counters."""
-    return MeasuredLaunch(
-        cell["Kernel Name"],
-        _number(cell["ID"]),
-        blocks=_product(cell.get("Grid Size", "")),
-        threads=_product(cell.get("Block Size", "")),
-        ranges=next((text for name, text in cell.items() if "Push/Pop" in name), ""),
-    )
-
-
-def _cells(header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
-    if len(row) != len(header):
-        raise TraceError(
-            f"a row of the table has {len(row)} cells, but its header has {len(header)}: "
-            f"{','.join(row)[:80]!r}; the file is cut off: save the complete output of ncu again"
-        )
-    return dict(zip(header, row, strict=True))
 
 
 def _product(text: str) -> int:

@@ -52,13 +52,9 @@ class ProfiledLaunch:
         """The launch's counters, from which tiles are inferred."""
         c = self.counters
         tensor = [n for name, n in c.items() if name.startswith("tensor FLOPs")]
-        return LaunchCounters(
-            c["bytes into SMs"],
-            c.get("writes at L2", 0.0),
-            c.get("reductions at L2", 0.0),
-            self.blocks,
-            sum(tensor) if tensor else None,
-        )
+        written, reduced = c.get("writes at L2", 0.0), c.get("reductions at L2", 0.0)
+        flops = sum(tensor) if tensor else None
+        return LaunchCounters(c["bytes into SMs"], written, reduced, self.blocks, flops)
 
 
 @own_errors
