@@ -6,7 +6,9 @@ run in Python at compile time.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -40,7 +42,7 @@ def words(count: int) -> types.Type:
     return types.UniTuple(types.int32, count)
 
 
-#: In place of a parameter's type: a fragment of any size.
+#: In place of a parameter's type: a fragment of any size, or the kernel's arguments.
 FRAGMENT = None
 
 
@@ -51,56 +53,88 @@ class Like(NamedTuple):
     times: int = 1
 
 
+class Rounded(NamedTuple):
+    """In place of a result's type: float32 fragment number `parameter`, rounded to 16 bits."""
+
+    parameter: int
+
+
 def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Turn ``function(builder, *values)``, which emits LLVM IR, into a Numba intrinsic.
+    """Turn ``function(builder, *values, **constants)``, which emits LLVM IR, into an intrinsic.
 
     `returns` is the type of the result, and `parameters` are the types of the values. Emitting
     functions therefore have no annotations. `values` and the result use an LLVM value for a scalar,
     a list for a fragment, and a list of lists for several fragments. Scalars are cast to the type
     of their parameter. A fragment must have exactly the type of its parameter (or `FRAGMENT`).
+
+    Keyword-only parameters are constants of the compiled code. If a function has constants, a call
+    with the constants, in their order or by name, returns the intrinsic. Types may then be
+    functions of the constants, and a parameter's may return the types of several parameters.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        several = isinstance(returns, list)
-
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            values = []
-            for value, actual, wanted in zip(args, signature.args, parameters, strict=True):
-                kind = actual if wanted is FRAGMENT else wanted
-                values.append(_unpack(builder, context.cast(builder, value, actual, kind), kind))
-            found, result = function(builder, *values), signature.return_type
-            if returns is None:
-                return context.get_dummy_value()
-            if not several:
-                return _pack(builder, found, result)
-            parts = [_pack(builder, *part) for part in zip(found, result.types, strict=True)]
-            return context.make_tuple(builder, result, parts)
-
-        def typer(typing_context: Any, *args: Any) -> Any:
-            if several:
-                result = types.Tuple([_result(kind, args) for kind in returns])
-            else:
-                result = _result(returns, args)
-            return result(*args), generate
-
-        whole = getattr(function, "func", function)  # the function of a functools.partial
-        typer.__name__, typer.__doc__ = whole.__name__, whole.__doc__
-        names = ["typing_context", *(f"x{n}" for n in range(len(parameters)))]
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        typer.__signature__ = inspect.Signature(  # Numba matches arguments by it
-            [inspect.Parameter(name, kind) for name in names]
+        every = inspect.signature(function).parameters.values()
+        constants = inspect.Signature(
+            x.replace(kind=x.POSITIONAL_OR_KEYWORD) for x in every if x.kind == x.KEYWORD_ONLY
         )
-        device_function = intrinsic(typer)
-        device_function.__wrapped__ = function  # lets other code run the emitting function
-        return device_function
+        if not constants.parameters:
+            return _intrinsic(function, function, returns, parameters)
+
+        def specialised(*args: Any, **named: Any) -> Any:
+            bound = constants.bind(*args, **named)
+            bound.apply_defaults()
+            known = SimpleNamespace(**bound.arguments)
+            kinds = [x(known) if inspect.isfunction(x) else x for x in parameters]
+            types_of = [y for x in kinds for y in (x if isinstance(x, list) else [x])]
+            result = returns(known) if inspect.isfunction(returns) else returns
+            return _intrinsic(function, partial(function, **bound.arguments), result, types_of)
+
+        return update_wrapper(specialised, function)
 
     return decorate
+
+
+def _intrinsic(whole: Any, function: Any, returns: Any, parameters: Sequence[Any]) -> Any:
+    """Return the intrinsic of `function`, which is `whole` with its constants."""
+    several = isinstance(returns, list)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        values = []
+        for value, actual, wanted in zip(args, signature.args, parameters, strict=True):
+            kind = actual if wanted is FRAGMENT else wanted
+            values.append(_unpack(builder, context.cast(builder, value, actual, kind), kind))
+        found, result = function(builder, *values), signature.return_type
+        if returns is None:
+            return context.get_dummy_value()
+        if not several:
+            return _pack(builder, found, result)
+        parts = [_pack(builder, *part) for part in zip(found, result.types, strict=True)]
+        return context.make_tuple(builder, result, parts)
+
+    def typer(typing_context: Any, *args: Any) -> Any:
+        if several:
+            result = types.Tuple([_result(kind, args) for kind in returns])
+        else:
+            result = _result(returns, args)
+        return result(*args), generate
+
+    typer.__name__, typer.__doc__ = whole.__name__, whole.__doc__
+    names = ["typing_context", *(f"x{n}" for n in range(len(parameters)))]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    typer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind) for name in names]  # Numba matches arguments by it
+    )
+    device_function = intrinsic(typer)
+    device_function.__wrapped__ = function  # lets other code run the emitting function
+    return device_function
 
 
 def _result(kind: Any, args: Any) -> Any:
     if isinstance(kind, Like):
         fragment = args[kind.parameter]
         return types.UniTuple(fragment.dtype, fragment.count * kind.times)
+    if isinstance(kind, Rounded):
+        return words(args[kind.parameter].count // 2)
     return types.void if kind is None else kind
 
 
@@ -142,6 +176,21 @@ def asm(
         constraints += ",~{memory}" if constraints else "~{memory}"
     code = ir.InlineAsm(kind, text, constraints, side_effect=effects)
     return builder.call(code, operands, attrs=("convergent",) if together else ())
+
+
+def instruction(
+    text: str, constraints: str = "", returns: ir.Type | None = None, **how: bool
+) -> Callable[..., Any]:
+    """Return ``emit(builder, *operands)``, which emits this PTX instruction (see `asm`).
+
+    By default, the instruction has `effects`.
+    """
+    how = {"effects": True, **how}
+
+    def emit(builder: ir.IRBuilder, *operands: ir.Value) -> ir.Value:
+        return asm(builder, text, constraints, list(operands), returns, **how)
+
+    return emit
 
 
 def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:

@@ -135,19 +135,14 @@ def elements_of(fragment: Values, rows: Values) -> Iterator[tuple[int, int, int,
     return elements(blocks, 2 * len(fragment) // blocks)
 
 
-def zeros(count: int) -> Any:
-    """Return ``zeros() -> fragment``, a fragment whose elements are all 0."""
-    return full(count, 0.0)
+@emitted(lambda c: floats(c.count))
+def full(b, *, count, value=0.0):
+    """Return a fragment of `count` elements, which are all `value`."""
+    return [f32(value)] * count
 
 
-def full(count: int, value: float) -> Any:
-    """Return ``full() -> fragment``, a fragment whose elements are all `value`."""
-
-    @emitted(floats(count))
-    def full_(b):
-        return [f32(value)] * count
-
-    return full_
+#: ``zeros(count)()`` returns a fragment of `count` zeros.
+zeros = full
 
 
 @emitted(Like(0), FRAGMENT, types.float32)
@@ -178,75 +173,43 @@ class Operand:
         return (types.int32, types.int32) if self.extra else (types.int32,)
 
 
-def pieces(tile: Tile, *, transposed: bool) -> Any:
-    """Return ``pieces(address)``, the address of a lane's row in a tile's first 16 x 16 piece.
+@emitted(types.int32, types.int32)
+def pieces(b, address, *, tile, transposed):
+    """Return the address of a lane's row in a tile's first 16 x 16 piece, to pass to `ldmatrix`.
 
-    The lane passes the address to `ldmatrix`. With `transposed`, `ldmatrix` loads the fragments of
-    a swapped tile (`Operand`). Without `transposed`, `ldmatrix` loads an A fragment, or two B
-    fragments, of a tile that is not swapped.
+    With `transposed`, `ldmatrix` loads the fragments of a swapped tile (`Operand`). Without
+    `transposed`, `ldmatrix` loads an A fragment, or two B fragments, of a tile that is not swapped.
     """
-
-    @emitted(types.int32, types.int32)
-    def pieces_(b, address):
-        lane = lane_of(b)
-        if transposed:
-            row = b.add(b.and_(lane, i32(7)), b.shl(b.lshr(lane, i32(4)), i32(3)))
-            chunk = b.and_(b.lshr(lane, i32(3)), i32(1))
-        else:
-            row, chunk = b.and_(lane, i32(15)), b.lshr(lane, i32(4))
-        return b.add(address, tile.offset(b, row, chunk))
-
-    return pieces_
+    lane = lane_of(b)
+    if transposed:
+        row = b.add(b.and_(lane, i32(7)), b.shl(b.lshr(lane, i32(4)), i32(3)))
+        chunk = b.and_(b.lshr(lane, i32(3)), i32(1))
+    else:
+        row, chunk = b.and_(lane, i32(15)), b.lshr(lane, i32(4))
+    return b.add(address, tile.offset(b, row, chunk))
 
 
-def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
-    """Return ``load_fragments(pieces) -> fragment``, which loads all of A into registers."""
-
-    @emitted(words(blocks * depth // 4), types.int32)
-    def load_fragments_(b, base):
-        return [
-            word
-            for kk in range(depth // 16)
-            for i in range(blocks)
-            for word in ptx.ldmatrix(b, tile.at(b, base, i * 16, kk * 16), transposed=False)
-        ]
-
-    return load_fragments_
+@emitted(lambda c: words(c.blocks * c.depth // 4), types.int32)
+def load_fragments(b, base, *, blocks, depth, tile):
+    """Load all of A into registers; `base` is the result of `pieces`."""
+    return [
+        word
+        for kk in range(depth // 16)
+        for i in range(blocks)
+        for word in ptx.ldmatrix(b, tile.at(b, base, i * 16, kk * 16), transposed=False)
+    ]
 
 
-def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, right: Operand) -> Any:
-    """Return ``multiply(c, a..., b...)``: c + A B, for 16 `blocks` rows and n columns.
+@emitted(Like(0), FRAGMENT, lambda c: [*_parameters(c.a), *c.right.parameters])
+def multiply(b, c, *operands, bf16, blocks, depth, a, right):
+    """Return c + A B, for 16 `blocks` rows; `operands` are those of A, then of B.
 
     A (16 `blocks`, depth) is an `Operand` in shared memory, or the fragment that `load_fragments`
     returns ("registers"). A may also be the accumulators of an earlier product ("accumulators"),
     which are rounded to 16 bits. `right` is the matrix B (depth, n).
     """
-    count = blocks * n // 2
-    if isinstance(a, Operand):
-        left_types = a.parameters
-    else:
-        left_types = (
-            words(blocks * depth // 4) if a == "registers" else floats(blocks * depth // 2),
-        )
 
-    @emitted(floats(count), floats(count), *left_types, *right.parameters)
-    def multiply_(b, c, *operands):
-        c = list(c)
-        left, base = operands[: len(left_types)], operands[len(left_types) :]
-        for kk in range(depth // 16):
-            rows = [left_rows(b, left, i, kk) for i in range(blocks)]
-            for piece in range(n // 16):
-                at_tile = (piece * 16, kk * 16) if right.swapped else (kk * 16, piece * 16)
-                address = right.tile.at(b, base[0], *at_tile, *base[1:])
-                w = ptx.ldmatrix(b, address, transposed=not right.swapped)
-                for i, row in enumerate(rows):
-                    for half in range(2):
-                        at = (i * (n // 8) + 2 * piece + half) * 4
-                        pair = w[2 * half], w[2 * half + 1]
-                        c[at : at + 4] = ptx.mma(b, bf16, c[at : at + 4], row, *pair)
-        return c
-
-    def left_rows(b, left, i: int, kk: int):
+    def left_rows(i: int, kk: int):
         if isinstance(a, Operand):
             at_tile = (kk * 16, i * 16) if a.swapped else (i * 16, kk * 16)
             return ptx.ldmatrix(b, a.tile.at(b, left[0], *at_tile, *left[1:]), transposed=a.swapped)
@@ -257,4 +220,21 @@ def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, righ
         eight = left[0][at : at + 8]
         return [ptx.pack(b, bf16, eight[x], eight[x + 1]) for x in (0, 2, 4, 6)]
 
-    return multiply_
+    c, n, count = list(c), 2 * len(c) // blocks, len(_parameters(a))
+    left, base = operands[:count], operands[count:]
+    for kk in range(depth // 16):
+        rows = [left_rows(i, kk) for i in range(blocks)]
+        for piece in range(n // 16):
+            at_tile = (piece * 16, kk * 16) if right.swapped else (kk * 16, piece * 16)
+            address = right.tile.at(b, base[0], *at_tile, *base[1:])
+            w = ptx.ldmatrix(b, address, transposed=not right.swapped)
+            for i, row in enumerate(rows):
+                for half in range(2):
+                    at = (i * (n // 8) + 2 * piece + half) * 4
+                    pair = w[2 * half], w[2 * half + 1]
+                    c[at : at + 4] = ptx.mma(b, bf16, c[at : at + 4], row, *pair)
+    return c
+
+
+def _parameters(a: Operand | str) -> tuple[Any, ...]:
+    return a.parameters if isinstance(a, Operand) else (FRAGMENT,)

@@ -8,7 +8,16 @@ run on sm_80 and later unless a docstring says otherwise. A *lane* is a thread's
 
 from llvmlite import ir
 
-from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, i32, struct_values
+from flashsim.backends.numba_gpu.emit import (
+    F32,
+    I32,
+    I64,
+    Values,
+    asm,
+    i32,
+    instruction,
+    struct_values,
+)
 
 _FOUR_WORDS = ir.LiteralStructType([I32] * 4)
 _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
@@ -82,31 +91,21 @@ def cp_async_16(
         asm(b, text, "r,l,r", [to, source, taken], effects=True)
 
 
-def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
-    """Copy 4 bytes from HBM to shared memory through L1, which small copies cannot bypass."""
-    text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
-    asm(b, text, "r,l,r", [to, source, taken], effects=True)
-
-
-def cp_async_wait(b: ir.IRBuilder) -> None:
-    """Wait until the copies that this thread started have arrived.
-
-    To wait for copies of other threads, a barrier is needed too.
-    """
-    asm(b, "cp.async.wait_all;", "", [], effects=True)
+#: ``cp_async_4(b, to, source, taken)`` copies 4 bytes from HBM to shared memory through L1, which
+#: small copies cannot bypass.
+cp_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r")
+#: ``cp_async_wait(b)`` waits until the copies that this thread started have arrived. To wait for
+#: copies of other threads, a barrier is needed too.
+cp_async_wait = instruction("cp.async.wait_all;")
 
 
 # -- shared memory and HBM, synchronously ---------------------------------------------------------
 
 
-def store_shared(b: ir.IRBuilder, to: ir.Value, word: ir.Value) -> None:
-    """Store one 32-bit register in shared memory."""
-    asm(b, "st.shared.b32 [$0], $1;", "r,r", [to, word], effects=True)
-
-
-def load_shared_float(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Load one float32 from shared memory."""
-    return asm(b, "ld.shared.f32 $0, [$1];", "=f,r", [address], F32, effects=True)
+#: ``store_shared(b, to, word)`` stores one 32-bit register in shared memory, and
+#: ``load_shared_float(b, address)`` loads one float32.
+store_shared = instruction("st.shared.b32 [$0], $1;", "r,r")
+load_shared_float = instruction("ld.shared.f32 $0, [$1];", "=f,r", F32)
 
 
 def load_shared_pair(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -166,34 +165,23 @@ def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
         asm(b, text, "l,f,f,f,f", [to, *values], effects=True)
 
 
-def add_float_unless_zero(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
-    """Add to one float32 in HBM, unless `value` is 0; predicated, without a branch."""
-    text = "{.reg .pred p; setp.neu.f32 p, $1, 0f00000000; @p red.global.add.f32 [$0], $1;}"
-    asm(b, text, "l,f", [to, value], effects=True)
-
-
-def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
-    """Add to an unsigned integer in HBM, atomically."""
-    asm(b, "red.global.add.u32 [$0], $1;", "l,r", [to, count], effects=True)
+#: ``add_float_unless_zero(b, to, value)`` adds to one float32 in HBM, unless `value` is 0;
+#: predicated, without a branch.
+add_float_unless_zero = instruction(
+    "{.reg .pred p; setp.neu.f32 p, $1, 0f00000000; @p red.global.add.f32 [$0], $1;}", "l,f"
+)
+#: ``add_count(b, to, count)`` adds to an unsigned integer in HBM, atomically.
+add_count = instruction("red.global.add.u32 [$0], $1;", "l,r")
 
 
 # -- launches that overlap (sm_90) -----------------------------------------------------------------
 
-
-def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
-    """Wait until the previous launch in the stream is complete and its writes are visible.
-
-    The compiler does not move reads of the previous launch's data before this wait.
-    """
-    asm(b, "griddepcontrol.wait;", "", [], effects=True)
-
-
-def let_what_runs_next_start(b: ir.IRBuilder) -> None:
-    """Let the next launch in the stream start before this launch has ended.
-
-    The next launch runs up to its own wait for this launch.
-    """
-    asm(b, "griddepcontrol.launch_dependents;", "", [], effects=True)
+#: ``wait_for_what_ran_before(b)`` waits until the previous launch in the stream is complete and its
+#: writes are visible. The compiler does not move reads of its data before this wait.
+wait_for_what_ran_before = instruction("griddepcontrol.wait;")
+#: ``let_what_runs_next_start(b)`` lets the next launch in the stream start before this launch has
+#: ended. The next launch runs up to its own wait for this launch.
+let_what_runs_next_start = instruction("griddepcontrol.launch_dependents;")
 
 
 # -- within a warp, and arithmetic ----------------------------------------------------------------
@@ -205,9 +193,8 @@ def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
     return asm(b, text, "=f,f", [value], F32, effects=True)
 
 
-def warp_sum(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return the sum of an integer over a warp's lanes ("redux.sync")."""
-    return asm(b, "redux.sync.add.s32 $0, $1, -1;", "=r,r", [value], I32, effects=True)
+#: ``warp_sum(b, value)`` returns the sum of an integer over a warp's lanes ("redux.sync").
+warp_sum = instruction("redux.sync.add.s32 $0, $1, -1;", "=r,r", I32)
 
 
 def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
@@ -219,49 +206,25 @@ def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
     return b.icmp_unsigned("!=", answer, i32(0))
 
 
-def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Return the larger of two floats; if one is NaN, the other ("max")."""
-    return asm(b, "max.f32 $0, $1, $2;", "=f,f,f", [x, y], F32)
-
-
-def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return 2^x from the special-function unit ("ex2.approx")."""
-    return asm(b, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], F32)
-
-
-def log2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return the base-2 logarithm from the special-function unit ("lg2.approx")."""
-    return asm(b, "lg2.approx.f32 $0, $1;", "=f,f", [x], F32)
-
-
-def reciprocal(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return 1 / x, correctly rounded ("rcp")."""
-    return asm(b, "rcp.rn.f32 $0, $1;", "=f,f", [x], F32)
+#: The larger of two floats; if one is NaN, the other ("max").
+maximum = instruction("max.f32 $0, $1, $2;", "=f,f,f", F32, effects=False)
+#: 2^x and the base-2 logarithm from the special-function unit ("ex2.approx", "lg2.approx").
+exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", "=f,f", F32, effects=False)
+log2 = instruction("lg2.approx.f32 $0, $1;", "=f,f", F32, effects=False)
+#: 1 / x, correctly rounded ("rcp").
+reciprocal = instruction("rcp.rn.f32 $0, $1;", "=f,f", F32, effects=False)
+#: ``again(b, value)`` returns a 32-bit integer in a way that hides its value from LLVM.
+again = instruction("mov.b32 $0, $1;", "=r,r", I32)
+#: x ^ y for 32-bit integers in a way that hides the operation from LLVM.
+exclusive_or = instruction("xor.b32 $0, $1, $2;", "=r,r,r", I32, effects=False)
+#: The SM's 64-bit cycle counter, and the GPU's 64-bit clock (globaltimer) in nanoseconds.
+cycles = instruction("mov.u64 $0, %clock64;", "=l", I64)
+nanoseconds = instruction("mov.u64 $0, %globaltimer;", "=l", I64)
 
 
 def special(b: ir.IRBuilder, name: str, *, effects: bool = False) -> ir.Value:
     """Read a 32-bit special register, such as tid.x, ctaid.x or smid."""
     return asm(b, f"mov.u32 $0, %{name};", "=r", [], I32, effects=effects)
-
-
-def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return a 32-bit integer in a way that hides its value from LLVM."""
-    return asm(b, "mov.b32 $0, $1;", "=r,r", [value], I32, effects=True)
-
-
-def exclusive_or(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Return x ^ y for 32-bit integers in a way that hides the operation from LLVM."""
-    return asm(b, "xor.b32 $0, $1, $2;", "=r,r,r", [x, y], I32)
-
-
-def cycles(b: ir.IRBuilder) -> ir.Value:
-    """Return the SM's 64-bit cycle counter."""
-    return asm(b, "mov.u64 $0, %clock64;", "=l", [], I64, effects=True)
-
-
-def nanoseconds(b: ir.IRBuilder) -> ir.Value:
-    """Return the GPU's 64-bit clock (globaltimer), in nanoseconds."""
-    return asm(b, "mov.u64 $0, %globaltimer;", "=l", [], I64, effects=True)
 
 
 def multiprocessor(b: ir.IRBuilder) -> ir.Value:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
@@ -21,13 +21,26 @@ SLOTS, VISIT_STAMPS, TILE_STAMPS = launch.SLOTS, launch.VISIT_STAMPS, launch.TIL
 
 
 def constants(kernel: Kernel) -> SimpleNamespace:
-    """Return an object with a kernel's constants; ``FS_BLOCK_Q`` is the attribute ``block_q``."""
-    return SimpleNamespace(**{k.removeprefix("FS_").lower(): v for k, v in kernel.constants})
+    """Return an object with a kernel's constants; ``FS_BLOCK_Q`` is the attribute ``block_q``.
+
+    The attribute ``key_row`` is the row width in HBM of Q, K, dQ and dK, and ``value_row`` that of
+    V, O, dO and dV.
+    """
+    c = SimpleNamespace(**{k.removeprefix("FS_").lower(): v for k, v in kernel.constants})
+    c.key_row = RowWidth(c.head_dim, c.counted)
+    c.value_row = RowWidth(c.head_dim_v, c.counted_v)
+    return c
 
 
-def by_name(*functions: Any) -> SimpleNamespace:
-    """Return an object whose attributes are these device functions, by name."""
-    return SimpleNamespace(**{function.__name__: function for function in functions})
+def by_name(*functions: Any) -> Any:
+    """Return an object whose attributes are these device functions, by name.
+
+    The object is a module: in a kernel, Numba resolves the attributes of modules, but not those of
+    other objects.
+    """
+    found = ModuleType("device functions")
+    vars(found).update({function.__name__: function for function in functions})
+    return found
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -80,12 +93,7 @@ copy_in_float = emitted(None, types.int32, types.int64, types.int32)(ptx.cp_asyn
 copies_wait = emitted(None)(ptx.cp_async_wait)
 
 
-def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
-    """Return the row width in HBM of Q, K, dQ and dK, and that of V, O, dO and dV."""
-    return RowWidth(c.head_dim, c.counted), RowWidth(c.head_dim_v, c.counted_v)
-
-
-def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
+def tile_copies(tile: Tile, row: RowWidth, threads: int) -> Any:
     """Return device functions that copy a tile between HBM and shared memory.
 
     The functions are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes,
@@ -182,14 +190,10 @@ def _not_unrolled(module: ir.Module) -> Any:
     return node
 
 
-def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``, the bytes of a row's 16-byte piece that are not padding."""
-
-    @emitted(types.int32, types.int32)
-    def piece_bytes_(b, piece):
-        return row.piece_bytes(b, piece)
-
-    return piece_bytes_
+@emitted(types.int32, types.int32)
+def piece_bytes(b, piece, *, row):
+    """Return the bytes of a row's 16-byte piece that are not padding."""
+    return row.piece_bytes(b, piece)
 
 
 def vector_load(rows_all: int, threads: int) -> Any:
@@ -229,7 +233,7 @@ _let_what_runs_next_start = emitted(None)(ptx.let_what_runs_next_start)
 # -- the loop -------------------------------------------------------------------------------------
 
 
-def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
+def walk_functions(c: SimpleNamespace, every: int = 1024) -> Any:
     """Return the device functions that loop over tile pairs, for one kernel's constants.
 
     A visit is one query tile times one key tile.
@@ -241,6 +245,9 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
       bounds of its span of inner tiles.
     - ``visit(a, walk, n)`` returns (inner tile, masked) of the n-th visit, where `walk` is the
       result of ``begin``.
+    - ``batch_and_head(walk, heads)`` divides an index over batch and heads.
+    - ``tile_count(a, walk, outer)`` is the address of a work tile's counts, and ``visit_count(a,
+      walk, first, n)`` that of the counts of visit number `first` + n.
     - ``report(slot, bytes)`` reports bytes that a warp moved, and ``report_one`` those of a single
       thread. ``stamp(address, slot)`` writes a time stamp in one of every `every` threads. Without
       reports, the functions for reports do nothing.
@@ -298,6 +305,19 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
         return read_int(a.index, first + n), read_int(a.kind, first + n) != 0
 
     @device
+    def batch_and_head(walk, heads):
+        batch = quotient(walk, heads)
+        return batch, int32(walk - batch * heads)
+
+    @device
+    def tile_count(a, walk, outer):
+        return a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
+
+    @device
+    def visit_count(a, walk, first, n):
+        return a.visit_counts + (int64(walk) * a.n_visits + first + n) * (SLOTS * 4)
+
+    @device
     def report(slot, moved):
         if counts:
             _report(slot, moved)
@@ -332,4 +352,5 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
     return by_name(
         *(item, take_work, row_tile, col_tile, begin, visit, report, report_one, stamp),
         *(stamp_block, wait_for_what_ran_before, let_what_runs_next_start),
+        *(batch_and_head, tile_count, visit_count),
     )

@@ -6,7 +6,7 @@ never loaded raises an error, and an element of an earlier tile is NaN.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -87,7 +87,7 @@ def apply_score(
         raw = sram.alloc("S_raw", S_ij.shape[-2:])
         raw[...] = S_ij
     values = {**own, **_loaded(sram, "F", positions, visit.rows, visit.cols)}
-    S_ij[...] = _evaluated(p.score_mod, "F", {**positions, SCORE: S_ij}, values, S_ij.dtype)
+    S_ij[...] = _evaluated(p.score_mod, "F", {**positions, SCORE: S_ij}, values, S_ij.dtype.name)
     return Chain(None, raw, values, positions)
 
 
@@ -102,15 +102,15 @@ def apply_mask(sram: Sram, visit: Visit, S_ij: np.ndarray, own: Values, member: 
         return
     positions = indices(visit.schedule, visit.i, visit.rows, visit.cols, member)
     values = {**own, **_loaded(sram, "M", positions, visit.rows, visit.cols)}
-    kept = _evaluated(mask.graph, "M", positions, values, S_ij.dtype)
+    kept = _evaluated(mask.graph, "M", positions, values, mask.dtype)
     np.copyto(S_ij, -np.inf, where=~kept)
 
 
 def _evaluated(
-    graph: Graph, letter: str, positions: Mapping[str, np.ndarray], values: Values, dtype: Any
+    graph: Graph, letter: str, positions: Mapping[str, np.ndarray], values: Values, dtype: str
 ) -> np.ndarray:
     read = {n: values[letter, n] for n in graph.loads}
-    return graph.values(positions, (), dtype.name, read)[graph.root]
+    return graph.values(positions, (), dtype, read)[graph.root]
 
 
 def score_derivative(sram: Sram, chain: Chain, dS: np.ndarray) -> None:

@@ -183,11 +183,14 @@ class CapturedTensor(Tensor):
         self.graph, self.arrays, self.problem = graph, arrays, problem
 
     def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
-        """Return a dict from load node to the captured elements that a kernel reads, in float64."""
+        """Return a dict from load node to the captured elements that a kernel reads.
+
+        The type, longdouble, holds every int64 on x86 (elsewhere: integers up to 2^53).
+        """
         sides = captured(self.problem, self.name, outer)
         values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays)
         nodes = (n for n in self.graph.loads if self.graph.side(n) in sides)
-        return {n: np.asarray(values[n], np.float64) for n in nodes}
+        return {n: np.asarray(values[n], np.longdouble) for n in nodes}
 
 
 class Hbm:

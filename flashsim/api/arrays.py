@@ -134,14 +134,14 @@ def _not_finite(array: Any) -> int:
 
 
 def warn_of_overflow(results: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Warn of NaN or infinity in results if the inputs have none; a bias may contain -inf."""
+    """Warn of NaN or infinity in results if the inputs have none; bias and sinks may hold -inf."""
     for name, x in results.items():
         bad = _not_finite(x)
         if not bad:
             continue
         for other, y in inputs.items():
             held = _not_finite(y)
-            if held and not (other == "bias" and held == int((y == -np.inf).sum())):
+            if held and not (other in ("bias", "sinks") and held == int((y == -np.inf).sum())):
                 return
         dtype = dtype_name(x)
         largest = {"float16": "65,504", "float64": "1.8e308"}.get(dtype, "3.4e38")

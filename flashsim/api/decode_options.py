@@ -16,6 +16,24 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.split import check_splits
 
+#: The largest numbers that count as few: queries per head, and rows of all query heads of a group.
+_FEW, _FEW_ROWS = 16, 128
+
+
+def few_queries(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> bool:
+    """Return True if arrays of these shapes have so few queries that decode kernels run the call.
+
+    The shapes are (batch, heads, n, head_dim). The decode kernels take 16-bit types only.
+    """
+    _, heads, n, head_dim = q
+    return (
+        0 < n <= _FEW
+        and 0 not in (*q, *k, *v)
+        and n <= k[2] == v[2]
+        and heads * n <= _FEW_ROWS * k[1]
+        and max(head_dim, v[3]) <= 256
+    )
+
 
 @own_errors
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -169,7 +169,7 @@ def run(
     give = asked.host.give
     outcome = asked.engine.forward(job)
     if asked.backend in dispatch.ON_CPU and (unseen := outcome.unseen("out")):
-        warn_of_overflow(unseen, job.arrays)
+        warn_of_overflow(unseen, job.inputs)
     ndim = asked.ndim
     result = made(
         Result,

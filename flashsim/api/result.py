@@ -228,7 +228,7 @@ class Result(_Pass):
         outcome = asked.engine.backward(job, self._saved, expand(dout), wide)
         arrays = outcome.arrays
         if on_cpu:
-            given = {"dout": dout, **({} if dlse is None else {"dlse": dlse}), **job.arrays}
+            given = {"dout": dout, **({} if dlse is None else {"dlse": dlse}), **job.inputs}
             warn_of_overflow(outcome.unseen(*arrays), given)
         dbias = arrays.get("dbias")
         return made(

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice, product
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,7 @@ def axis(name: str, value: Any) -> list[Any]:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     single = isinstance(value, (str, Tiling, Device)) or not isinstance(value, Iterable)
+    _few_enough(name, 1 if single else length_hint(value))  # before anything is listed
     values = [value] if single else list(islice(value, MOST_POINTS + 1))
     _few_enough(name, len(values))
     if not values:

@@ -104,12 +104,14 @@ class Traffic(Answers):
     def _peak(self, stage: plans.Stage) -> int:
         if stage.whole_rows:
             return self._strip_peak(stage)
-        own, inner = self.schedule(stage).extents()
+        schedule = self.schedule(stage)
         if stage.parts == "merges":  # a step loads partial results only if there are several
-            own = own[self.schedule(stage).merged]
+            own = schedule.heights[schedule.merged]
             inner = np.ones_like(own)
         elif self.problem.page_size is not None:
             return self._paged_peak(stage)
+        else:
+            own, inner = schedule.extents()
         rows, cols = (own, inner) if stage.outer == "queries" else (inner, own)
         held = sum(b.nbytes(rows, cols) * (inner > 0 if b.visit else 1) for b in stage.buffers)
         return int(max(held, default=0)) if stage.buffers else 0

@@ -73,6 +73,11 @@ class Job:
         arrays = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias}
         return {name: x for name, x in arrays.items() if x is not None}
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Return `arrays` and, if there are any, the sinks."""
+        return self.arrays if self.sinks is None else {**self.arrays, "sinks": self.sinks}
+
     def given(self, q: Any, k: Any, v: Any, **others: Any) -> Job:
         """Return a copy of this job with other arrays and fields; the memo is kept by default."""
         job = object.__new__(Job)  # `dataclasses.replace` takes as long as a kernel launch

@@ -8,6 +8,7 @@ indices.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property, reduce
 from itertools import product
 from typing import Any
 
@@ -56,10 +57,13 @@ class RangeTable:
 
 
 class Bounds:
-    """Bounds a graph's result over boxes; `arrays` has the values of the captured arrays."""
+    """Bounds a graph's result over boxes; `arrays` has the values of the captured arrays.
 
-    def __init__(self, graph: Graph, arrays: Iterable[np.ndarray]) -> None:
-        self.graph, self.arrays = graph, tuple(arrays)
+    Bounds of floats are computed in type `dtype`, as `Graph.evaluate` computes the floats.
+    """
+
+    def __init__(self, graph: Graph, arrays: Iterable[np.ndarray], dtype: str = "float64") -> None:
+        self.graph, self.arrays, self.dtype = graph, tuple(arrays), np.dtype(dtype)
         self._tables: dict[int, tuple[RangeTable | None, Any, Any]] = {}
 
     def of(self, ranges: Mapping[str, Interval]) -> Interval:
@@ -69,20 +73,30 @@ class Bounds:
     def every(self, ranges: Mapping[str, Interval]) -> list[Interval]:
         """Return bounds of all nodes, from each argument's first and last values."""
         found: list[Interval] = []
+        nan: list[Any] = []
         with np.errstate(all="ignore"):
             for n, node in enumerate(self.graph.nodes):
-                args = [found[a] for a in node.args]
+                args, of = [found[a] for a in node.args], [nan[a] for a in node.args]
                 if node.op == "arg":
                     found.append(ranges[node.value])
                 elif node.op == "const":
-                    value = np.asarray(node.value, np.float64 if node.kind == FLOAT else np.int64)
+                    value = np.asarray(node.value, self._type(node))
                     found.append((value, value))
                 elif node.op == "load":
                     found.append(_known(node, *self._load(n, node, args)))
                 else:
                     kinds = [self.graph.nodes[a].kind for a in node.args]
-                    found.append(_bounds(node, args, kinds))
+                    found.append(_bounds(node, args, kinds, _any(of), self.dtype))
+                own = node.op == "load" and self._holds_nan[node.value]
+                nan.append(own or _may_be_nan(node, args, _any(of)))
         return found
+
+    @cached_property
+    def _holds_nan(self) -> list[bool]:
+        return [x.dtype.kind == "f" and bool(np.isnan(x).any()) for x in self.arrays]
+
+    def _type(self, node: Node) -> Any:
+        return self.dtype if node.kind == FLOAT else np.int64
 
     def _load(self, n: int, node: Node, args: list[Interval]) -> Interval:
         """Return bounds of a loaded element, from the range of the index that depends on q or k."""
@@ -113,7 +127,7 @@ class Bounds:
         run along this axis; minima and maxima are over all remaining axes.
         """
         array = self.arrays[node.value]
-        kind = np.float64 if node.kind == FLOAT else np.int64
+        kind = self._type(node)
         moving = [axis for axis, a in enumerate(node.args) if self._moves(a)]
         if len(moving) != 1:
             return None, np.asarray(array.min()).astype(kind), np.asarray(array.max()).astype(kind)
@@ -244,8 +258,10 @@ def _whole_tiles(extents: Mapping[str, int]) -> dict[str, int]:
 def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Interval]:
     """Return bounds of each node over all indices, all scores and all values of captured arrays."""
     found: list[Interval] = []
+    nan: list[Any] = []
     with np.errstate(all="ignore"):
         for node in nodes:
+            args, of = [found[a] for a in node.args], _any([nan[a] for a in node.args])
             if node.op == "arg" and node.value in extents:
                 found.append((np.asarray(0), np.asarray(extents[node.value] - 1)))
             elif node.op == "const":
@@ -254,9 +270,39 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
             elif node.op in ("arg", "load"):
                 found.append(_unknown(node, ()))
             else:
-                args = [found[a] for a in node.args]
-                found.append(_bounds(node, args, [nodes[a].kind for a in node.args]))
+                found.append(_bounds(node, args, [nodes[a].kind for a in node.args], of))
+            unknown = node.kind == FLOAT and node.op in ("arg", "load")
+            nan.append(unknown or _may_be_nan(node, args, of))
     return found
+
+
+def _any(flags: Iterable[Any]) -> Any:
+    """Return the elementwise or of booleans and arrays of booleans."""
+    return reduce(np.logical_or, flags, False)
+
+
+def _may_be_nan(node: Node, args: list[Interval], of: Any) -> Any:
+    """Return True where a node may be NaN; `of` tells where one of the arguments may be NaN."""
+    if node.kind != FLOAT or node.op in ("arg", "load"):
+        return False
+    if node.op == "const":
+        return np.isnan(node.value)
+    infinite = [np.isinf(low) | np.isinf(high) for low, high in args]
+    zero = [(low <= 0) & (high >= 0) for low, high in args]
+    own: Any = False
+    if node.op in _LIMITS:
+        own = args[0][0] < _LIMITS[node.op]
+    elif node.op in ("sin", "cos"):
+        own = infinite[0]
+    elif node.op in ("add", "sub"):
+        own = infinite[0] & infinite[1]
+    elif node.op == "mul":
+        own = zero[0] & infinite[1] | infinite[0] & zero[1]
+    elif node.op == "div":
+        own = zero[0] & zero[1] | infinite[0] & infinite[1]
+    elif node.op in ("floordiv", "mod"):
+        own = zero[1] | infinite[0] | infinite[1]
+    return of | own
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
@@ -276,7 +322,10 @@ def _unknown(node: Node, shape: Any) -> Interval:
     return np.full(shape, -np.inf), np.full(shape, np.inf)
 
 
-def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
+def _bounds(
+    node: Node, args: list[Interval], kinds: list[str], nan: Any, dtype: Any = np.float64
+) -> Interval:
+    """Return bounds of a node from bounds of its arguments; `nan`: where an argument may be NaN."""
     op = node.op
     result: Interval = args[0]
     if op in ("add", "min", "max", "and", "or"):
@@ -297,10 +346,11 @@ def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
     elif op in ("lt", "le"):
         (a, b), (c, d) = args
         compare = np.less if op == "lt" else np.less_equal
-        result = compare(b, c).astype(np.int64), compare(a, d).astype(np.int64)
+        always = compare(b, c) & np.logical_not(nan)  # a comparison with NaN is False
+        result = always.astype(np.int64), compare(a, d).astype(np.int64)
     elif op in ("eq", "ne"):
         (a, b), (c, d) = args
-        same = (a == b) & (c == d) & (a == c)
+        same = (a == b) & (c == d) & (a == c) & np.logical_not(nan)
         apart = (b < c) | (d < a)
         yes, no = (same, apart) if op == "eq" else (apart, same)
         result = np.asarray(yes, np.int64), 1 - np.asarray(no, np.int64)
@@ -315,8 +365,10 @@ def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
             low, high = (
                 np.trunc(np.clip(x, -(2.0**31), 2.0**31)).astype(np.int64) for x in args[0]
             )
+            none = _unknown(node, ())
+            low, high = np.where(nan, none[0], low), np.where(nan, none[1], high)
         elif node.kind == FLOAT:
-            low, high = low.astype(np.float64), high.astype(np.float64)
+            low, high = low.astype(dtype), high.astype(dtype)
         result = low, high
     elif op in ("floordiv", "mod"):
         result = _divided(node, *args)

@@ -66,11 +66,19 @@ class MaskFunction:
     def keep(self, b: Any, h: Any, q: Any, k: Any) -> np.ndarray:
         """Return an array of booleans, True where a score is kept; index arrays are broadcast."""
         given = {"b": b, "h": h, "q": q, "k": k}
-        return self.graph.evaluate(given, self.arrays)
+        return self.graph.evaluate(given, self.arrays, self.dtype)
+
+    @cached_property
+    def dtype(self) -> str:
+        """The type of the mask's floats: float32, as in torch and on a GPU.
+
+        With a captured array of float64, it is float64.
+        """
+        return "float64" if any(a.dtype == "float64" for a in self.graph.arrays) else "float32"
 
     @cached_property
     def _bounds(self) -> Bounds:
-        return Bounds(self.graph, self.arrays)
+        return Bounds(self.graph, self.arrays, self.dtype)
 
     def bounds(self, batch: int, heads: int, q: Interval, k: Interval) -> Interval:
         """Return the mask's lower and upper bounds over boxes of queries and keys.

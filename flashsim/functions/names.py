@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import FunctionError
-from flashsim.functions.operations import BOOL, FLOAT, INT
+from flashsim.functions.operations import BOOL, FLOAT, INT, OPERATIONS
 
 
 class Traceable:
@@ -35,13 +35,20 @@ def _applies(name: str) -> Callable[..., Any]:
     """Return a function that applies one of OPERATIONS to symbols."""
 
     def apply(*args: Any) -> Any:
+        arity = OPERATIONS[name].arity
+        if len(args) != arity:
+            values = f"{arity} value{'s' * (arity > 1)}"
+            raise FunctionError(
+                f"{name} takes {values} here, got {len(args)}; the function computes one score at "
+                "a time, so there are no axes and no output arrays"
+            )
         return _recorder_of(args).symbol(name, *args)
 
     return apply
 
 
 def _or_bits(logic: str, bits: str) -> Callable[..., Any]:
-    """Return a function that applies operation `logic` to booleans, and `bits` to integers."""
+    """Return a function that applies operation `logic` to booleans, and `bits` to other values."""
 
     def apply(a: Any, b: Any) -> Any:
         r = _recorder_of((a, b))
@@ -55,14 +62,17 @@ def _logical_xor(a: Any, b: Any) -> Any:
     return r.symbol("ne", r.cast(a, BOOL), r.cast(b, BOOL))
 
 
-def _adds(name: str) -> Callable[..., Any]:
-    """Return a function that adds or subtracts `alpha` times its second argument, as in torch."""
+def _add(a: Any, b: Any, alpha: Any = 1) -> Any:
+    """Add `alpha` times b, as in torch; True + True is True, as in NumPy, torch and JAX."""
+    r = _recorder_of((a, b))
+    if r.kind(a) == r.kind(b) == BOOL and alpha == 1:
+        return r.symbol("or", a, b)
+    return r.symbol("add", a, b if alpha == 1 else r.symbol("mul", alpha, b))
 
-    def apply(a: Any, b: Any, alpha: Any = 1) -> Any:
-        r = _recorder_of((a, b))
-        return r.symbol(name, a, b if alpha == 1 else r.symbol("mul", alpha, b))
 
-    return apply
+def _sub(a: Any, b: Any, alpha: Any = 1) -> Any:
+    r = _recorder_of((a, b))
+    return r.symbol("sub", a, b if alpha == 1 else r.symbol("mul", alpha, b))
 
 
 def _div(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
@@ -124,7 +134,9 @@ def _softplus(x: Any) -> Any:
 
 def _invert(x: Any) -> Any:
     r = _recorder_of((x,))
-    return r.symbol("not", x) if r.kind(x) == BOOL else r.symbol("sub", -1, x)
+    if r.kind(x) == BOOL:
+        return r.symbol("not", x)
+    return r.symbol("sub" if r.kind(x) == INT else "bitxor", -1, x)
 
 
 def _gelu(x: Any, approximate: Any = "none") -> Any:
@@ -146,15 +158,20 @@ def _turned(name: str) -> Callable[..., Any]:
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 
+def _full_like(x: Any, value: Any) -> Any:
+    r = _recorder_of((x,))
+    return r.cast(value, r.kind(x))
+
+
 def _to(kind: str) -> Callable[..., Any]:
     return lambda x, *_args, **_keywords: _recorder_of((x,)).cast(x, kind)
 
 
 #: The traceable functions, by their names in Python, NumPy, torch and JAX.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "add": _adds("add"),
-    **dict.fromkeys(("sub", "subtract"), _adds("sub")),
-    **dict.fromkeys(("mul", "multiply"), _applies("mul")),
+    "add": _add,
+    **dict.fromkeys(("sub", "subtract"), _sub),
+    **dict.fromkeys(("mul", "multiply"), _or_bits("and", "mul")),
     **dict.fromkeys(("div", "divide", "true_divide", "truediv"), _div),
     **dict.fromkeys(("floor_divide", "floordiv"), _applies("floordiv")),
     **dict.fromkeys(("mod", "remainder"), _applies("mod")),
@@ -170,7 +187,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
             *("sin", "cos", "erf", "floor", "ceil"),
         )
     },
-    **{"expit": _sigmoid, "relu": lambda x: _max(x, 0), "sign": _sign},
+    **{"expit": _sigmoid, "relu": lambda x, inplace=False: _max(x, 0), "sign": _sign},
+    **dict.fromkeys(("clamp_min", "clip_min"), _max),
     "trunc": _trunc,
     **{"leaky_relu": _leaky_relu, "masked_fill": lambda x, mask, value: _where(mask, value, x)},
     **{"square": lambda x: _pow(x, 2), "softplus": _softplus, "gelu": _gelu},
@@ -193,6 +211,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("lshift", "left_shift", "bitwise_left_shift"), _applies("shl")),
     **dict.fromkeys(("rshift", "right_shift", "bitwise_right_shift"), _applies("shr")),
     **dict.fromkeys(("where", "select"), _where),
+    **{"full_like": _full_like, "zeros_like": lambda x: _full_like(x, 0)},
+    **{"ones_like": lambda x: _full_like(x, 1), "reciprocal": lambda x: _div(1.0, x)},
     **dict.fromkeys(("clip", "clamp"), _clip),
     **dict.fromkeys(("float", "double", "half", "bfloat16", "float32"), _to(FLOAT)),
     **dict.fromkeys(("int", "long", "int32"), _to(INT)),

@@ -60,7 +60,6 @@ class _Arithmetic(Traceable):
     __lt__, __le__ = _operator("lt"), _operator("le")
     __gt__, __ge__ = _operator("gt"), _operator("ge")
     __eq__, __ne__ = _operator("eq"), _operator("ne")
-    __hash__ = object.__hash__
     __add__, __radd__ = _operator("add"), _operator("add", True)
     __sub__, __rsub__ = _operator("sub"), _operator("sub", True)
     __mul__, __rmul__ = _operator("mul"), _operator("mul", True)
@@ -73,6 +72,12 @@ class _Arithmetic(Traceable):
     __xor__, __rxor__ = _operator("xor"), _operator("xor", True)
     __lshift__, __rlshift__ = _operator("lshift"), _operator("lshift", True)
     __rshift__, __rrshift__ = _operator("rshift"), _operator("rshift", True)
+
+    def __hash__(self) -> int:
+        raise FunctionError(
+            "a traced value cannot be looked up in a set or a dict, because the value is unknown "
+            "when the function is traced; index an array instead, for example is_global[k]"
+        )
 
     def __neg__(self) -> Any:
         return FUNCTIONS["neg"](self)
@@ -163,6 +168,10 @@ class Symbol(_Arithmetic):
         return self
 
     type = astype = type_as = to
+
+    def where(self, condition: Any, other: Any) -> Any:
+        """Return the symbol where the condition is True, and `other` elsewhere, as in torch."""
+        return FUNCTIONS["where"](condition, self, other)
 
     def item(self) -> Any:
         """Raise `FunctionError`, because a symbol has no value while a function is traced."""

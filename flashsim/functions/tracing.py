@@ -18,7 +18,7 @@ import numpy as np
 from flashsim.errors import FlashSimError, FunctionError, shown
 from flashsim.functions.builder import Builder
 from flashsim.functions.graph import ArraySpec, Graph, needed
-from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INDICES, INT, SCORE
+from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INDICES, INT, OPERATIONS, SCORE
 from flashsim.functions.symbols import LIBRARIES, Captured, Symbol, TracedLibrary, either, is_array
 
 
@@ -216,6 +216,10 @@ class _Tracing:
                 )
             return self.builder.load(self.array(value._array, value._name), ())
         if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise FunctionError(
+                    f"the integer {value} does not fit in 64 bits; use a smaller one, or a float"
+                )
             return self.builder.const(value.item() if isinstance(value, np.generic) else value)
         if is_array(value) and tuple(value.shape) == ():
             return self.builder.load(self.array(value, "scalar"), ())
@@ -226,6 +230,11 @@ class _Tracing:
 
     def symbol(self, name: str, *args: Any) -> Symbol:
         """Apply one of OPERATIONS to values, and return the result as a symbol."""
+        if OPERATIONS[name].kind == INT and FLOAT in map(self.kind, args):
+            raise FunctionError(
+                "~, &, |, ^, << and >> take booleans and integers, got a float; convert it by "
+                ".to(torch.int32), or by .astype(int)"
+            )
         return Symbol(self, self.builder.op(name, *map(self.node, args)))
 
     def cast(self, value: Any, kind: str) -> Symbol:

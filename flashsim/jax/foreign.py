@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.api import execution
+from flashsim.api.decode_options import few_queries
 from flashsim.api.inputs import Request
 from flashsim.api.request import ask
 from flashsim.backends.failures import require_cupy
@@ -121,19 +122,9 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
         question.pop("deterministic")
         asked, job = ask(Request(**question), q, k, v)
         engine: Any = asked.engine
-        run = engine.placed(job, few=_few(q.shape, k.shape, v.shape, str(q.dtype)))
+        narrow = str(q.dtype) in ("float16", "bfloat16")
+        run = engine.placed(job, few=narrow and few_queries(q.shape, k.shape, v.shape))
         return None if run is None else (run, places)
-
-
-def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
-    """Return True if the decode kernels run a call, by the same rule as in `flashsim.torch`."""
-    _, heads, n, d = q
-    return (
-        n <= min(k[2], 16)
-        and heads * n <= 128 * k[1]
-        and max(d, v[3]) <= 256
-        and dtype in ("float16", "bfloat16")
-    )
 
 
 def _question(call: xla_ffi.ForeignCall, place: Any) -> dict[str, Any]:

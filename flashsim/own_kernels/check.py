@@ -205,10 +205,13 @@ def _of_attention(
                 delta = (x["O"] * x["dO"]).sum(axis=-1)[None]
                 found["delta"] = delta, _allowed(p, np.zeros(1), delta) + 1e-5
     if not set(stored) & found.keys():
+        unknown = " or ".join(name for name in "QKV" if name not in x)
         raise TraceError(
             f"none of the stored tensors ({', '.join(stored)}) can be checked: attention "
-            "computes O, L, dQ, dK or dV from Q, K, V and dO. Name the kernel's parameters by "
-            "names={parameter: name}, or pass a reference: check(lambda inputs: {'y': ...})"
+            "computes O, L, dQ, dK or dV from Q, K, V and dO"
+            + (f", but no loaded tensor is known to be {unknown}" if unknown else "")
+            + ". Name the kernel's parameters by names={parameter: name} (--name PARAMETER=NAME), "
+            "or pass a reference: check(lambda inputs: {'y': ...})"
         )
     targets = {}
     for name in (name for name in stored if name in found):

@@ -223,10 +223,13 @@ def said(lines: tuple[int, ...]) -> str:
 
 
 def masked_visits(g: Geometry) -> np.ndarray:
-    """Return a boolean per access: True if all scores of the access's tile pair are masked."""
+    """Return a boolean per access: True if all scores of the access's tile pair are masked.
+
+    Without a named tensor of queries, a program's row tiles are not known, and no access is True.
+    """
     found = np.zeros(len(g.record.accesses), bool)
     p = g.problem
-    if not (p.causal or p.window is not None):
+    if not (p.causal or p.window is not None) or not {"Q", "O", "dQ", "dO"} & set(g.labels):
         return found
     for launch in range(len(g.record.launches)):
         cut = visits_of(g, launch)

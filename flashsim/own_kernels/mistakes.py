@@ -35,7 +35,8 @@ class Way:
     step : key tile j begins at key j instead of at j times the tile's size
     one_head : query head h uses KV head 0 ("first"), h % kv_heads ("modulo") or h // group ("")
     axis : axis of the softmax; the right axis is -1, the keys
-    lse : value stored as the LSE, one of "e" (base e, right), "2", "m", "l", "no m", "log2"
+    lse : value stored as the LSE, one of "e" (base e, right), "2", "m", "l", "no m", "log2", or
+        m converted from base 2 to base e ("m ln2") or from e to 2 ("m log2"), plus log(l)
     rows : rows per program if the loop over keys ends at the program's diagonal; 0 for all keys
     early : the loop over keys ends before the program's diagonal tile
     """
@@ -140,6 +141,8 @@ def _one(
         "l": l,
         "no m": np.log(safe),
         "log2": m + np.log2(safe),
+        "m ln2": m * np.log(2) + np.log(safe),
+        "m log2": m * np.log2(np.e) + np.log(safe),
     }[way.lse]
     out[l == 0] = lse[l == 0] = np.nan  # rows that saw no key: kernels differ there
     return out, lse
@@ -241,7 +244,7 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
         "the scores are multiplied by sqrt(d) instead of divided by it",
         Way(factor=root / p.scale),
     )
-    for lse in ("e", "log2"):
+    for lse in ("e", "log2", "m ln2"):
         base_2 = "exp2 is taken of scores that were not multiplied by log2(e)"
         yield base_2, Way(exp2=True, lse=lse)
     log2_e = float(np.log2(np.e))
@@ -263,6 +266,8 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
                 )
     yield "the LSE is in base 2, not in base e", Way(lse="2")
     yield "the LSE is m + log2(l) instead of m + log(l)", Way(lse="log2")
+    base = "the LSE is m + log(l), but m is in base 2: multiply m by log(2)"
+    yield base, Way(lse="m log2")
     yield "the LSE is m alone, without log(l)", Way(lse="m")
     yield "the LSE is log(l) alone, without m", Way(lse="no m")
     yield "the LSE is l itself", Way(lse="l")

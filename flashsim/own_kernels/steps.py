@@ -146,10 +146,14 @@ def followed(
     scores = np.where(keep, x["Q"][head][rows] @ x["K"][key].T * p.scale, -np.inf)
     narrow = p.dtype not in ("float32", "float64")
     follower = Follower(scores, x["V"][key], first, 2e-2 if narrow else 1e-3)
+    stored, over = False, False
 
     def look(op: int, code: int, offsets: np.ndarray, variables: Variables) -> None:
+        nonlocal stored, over
         label = g.labels[code] if code >= 0 else ""
-        if label not in (("K",) if op == LOAD else ("O", "L")):
+        stored |= op != LOAD and label in ("O", "L")
+        over |= stored and op == LOAD and label == "Q"  # a persistent program's next row tile
+        if over or label not in (("K",) if op == LOAD else ("O", "L")):
             return
         found = {name: x[: len(rows)] for name, x in variables().items()}
         if op != LOAD:

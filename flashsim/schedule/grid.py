@@ -55,7 +55,7 @@ class Grid:
 
     def _refusal(self) -> Exception | None:
         """The error to raise if the tables of tiles are too large, or None if they are not."""
-        p, members, (block_q, block_k) = self.problem, self.members, self._blocks
+        p, members = self.problem, self.members
         size = f"{p.n_q:,} queries x {p.n_kv:,} keys"
         if p.n_q * members * p.n_kv >= 2**63:
             return UnsupportedError(
@@ -68,8 +68,7 @@ class Grid:
                 f"limited to {tables.INT32:,}; use a shorter sequence, or a mask of causal and "
                 "window alone, which needs no table"
             )
-        cut_q = sum(-(-(s.q_stop - s.q_start) * members // block_q) for s in p.sequences)
-        cut_k = sum(-(-(s.k_stop - s.k_start) // block_k) for s in p.sequences)
+        cut_q, cut_k = self._cuts
         for what, side, tiles in (("row", "block_q", cut_q), ("column", "block_k", cut_k)):
             if tiles > tables.MOST_TILES:
                 return TilingError(
@@ -78,9 +77,19 @@ class Grid:
                 )
         return None
 
+    @property
+    def _cuts(self) -> tuple[int, int]:
+        """The numbers of row tiles and of column tiles, computed without tables."""
+        p, (block_q, block_k) = self.problem, self._blocks
+        cut_q = sum(-(-(s.q_stop - s.q_start) * self.members // block_q) for s in p.sequences)
+        return cut_q, sum(-(-(s.k_stop - s.k_start) // block_k) for s in p.sequences)
+
     def _bands(self, outer: Outer) -> list[Strip] | None:
-        """Each sequence's tiles as a `Strip` if tables are too large; otherwise None."""
-        if not self._contiguous or self._refusal() is None:
+        """Each sequence's tiles as a `Strip` if tables would be slow or too large; else None."""
+        if not self._contiguous:
+            return None
+        few = max(self._cuts) <= tables.FEW_TILES * len(self.problem.sequences)
+        if few and self._refusal() is None:
             return None
         p, (block_q, block_k) = self.problem, self._blocks
         left, right = (p.n_q + p.n_kv,) * 2 if self.dense else (p.left, p.right)

@@ -322,7 +322,7 @@ class Schedule(Grid):
 
     @cached_property
     def sums(self) -> Sums:
-        """Sums over all visits, in O(row tiles) if the tiles of each row are contiguous."""
+        """Sums over all visits, in at most O(row tiles) if the tiles of each row are contiguous."""
         bands = self._bands("queries")
         if bands is not None:
             return Sums(*map(sum, zip(*(band.sums() for band in bands), strict=True)))
@@ -390,7 +390,8 @@ class Schedule(Grid):
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays: each outer tile's size, and each largest visited inner tile's size.
 
-        If tables of all tiles would be too large, only the largest outer tiles are returned.
+        If tables of all tiles would be slow or too large, only the largest outer tiles are
+        returned.
         """
         bands = self._bands(self.outer)
         if bands is not None:

@@ -9,6 +9,8 @@ FULL, MASKED = 0, 1
 
 #: The most tiles along one axis; the tables and their sums then take about 4 GB.
 MOST_TILES = 1 << 24
+#: With more tiles per sequence along one axis, sums over visits use closed forms if they can.
+FEW_TILES = 1 << 14
 INT32 = int(np.iinfo(np.int32).max)
 
 

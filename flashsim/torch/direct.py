@@ -22,6 +22,7 @@ from torch import Tensor
 from flashsim.api import inputs
 from flashsim.api.array_libraries import from_torch
 from flashsim.api.arrays import warn_of_overflow
+from flashsim.api.decode_options import few_queries
 from flashsim.api.inputs import Request
 from flashsim.api.request import Checked, ask
 from flashsim.torch import ops
@@ -96,7 +97,7 @@ def _on_cpu(asked: Checked) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, 
         job = checked.given(_numbers(q), _numbers(k), _numbers(v))
         outcome = run(job)
         if unseen := outcome.unseen("out"):
-            warn_of_overflow(unseen, job.arrays)
+            warn_of_overflow(unseen, job.inputs)
         return give(outcome.arrays["out"]), give(outcome.arrays["lse"])
 
     return forward
@@ -108,23 +109,12 @@ def _numbers(x: Tensor) -> Any:
     return from_torch("", x) if x.dtype == torch.bfloat16 else x.numpy()
 
 
-#: The largest numbers that count as few: queries per head, and rows of all query heads of a group.
-_FEW, _FEW_ROWS = 16, 128
-
-
 def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if a CUDA call has so few queries that the decode kernels run it."""
-    if not q.is_cuda or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+    ranks = q.ndim, k.ndim, v.ndim
+    if not q.is_cuda or ranks != (4, 4, 4) or q.dtype not in (torch.float16, torch.bfloat16):
         return False
-    _, heads, n, d = q.shape
-    return (
-        0 < n <= _FEW
-        and 0 not in (*q.shape, *k.shape, *v.shape)
-        and n <= k.shape[2] == v.shape[2]
-        and heads * n <= _FEW_ROWS * k.shape[1]
-        and max(d, v.shape[3]) <= 256
-        and q.dtype in (torch.float16, torch.bfloat16)
-    )
+    return few_queries(q.shape, k.shape, v.shape)
 
 
 def about(n: int) -> int:

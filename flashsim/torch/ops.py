@@ -362,6 +362,11 @@ def folded(
             "into one sequence; pack the mapped sequences too, or loop over them"
         )
     size, pairs = info.batch_size, [*zip(tensors, dims, strict=True)]
+    if not size:
+        raise UnsupportedError(
+            "torch.vmap over an axis of length 0 is not supported, because nothing is computed; "
+            "skip the call if the axis is empty"
+        )
     if "sinks" in said.names:
         entries = ([x if d is None else x.select(d, n) for x, d in pairs] for n in range(size))
         found = [function(*entry) for entry in entries]

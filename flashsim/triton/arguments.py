@@ -214,8 +214,3 @@ def _of_torch(name: str, tensor: Any) -> ArrayLayout:
     memory = storage.data_ptr(), storage.nbytes(), tensor.storage_offset() * itemsize
     layout = tuple(tensor.shape), tuple(tensor.stride()), _dtype_name(name, tensor.dtype)
     return ArrayLayout(*layout, itemsize, *memory, tensor)
-
-
-def begin_of(array: Any) -> int:
-    """Return the address of the first element of a NumPy or torch array."""
-    return array.data_ptr() if hasattr(array, "data_ptr") else np.asarray(array).ctypes.data

@@ -332,6 +332,8 @@ def test_what_was_not_finite_to_begin_with_is_no_overflow(backend):
     x, bias = X.astype(np.float16), np.zeros((8, 8), np.float16)
     bias[0] = -np.inf
     flashsim.run(x, x, x, bias=bias, backend=backend).backward(x)
+    result = flashsim.run(x, x, x, sinks=[np.inf], backend=backend)
+    assert np.isnan(result.out.astype(np.float32)).all()
     x[0, 0] = np.inf
     result = flashsim.run(x, x, x, backend=backend)
     assert not np.isfinite(result.out.astype(np.float32)).all()

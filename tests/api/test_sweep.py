@@ -139,6 +139,18 @@ def test_running_out_of_memory_is_a_status(monkeypatch):
     assert row["status"] == "MemoryError: Unable to allocate 64.0 TiB"
 
 
+def test_too_many_values_are_refused_before_they_are_listed():
+    class Long(list):
+        def __len__(self):
+            return 10**9
+
+        def __iter__(self):
+            pytest.fail("the values were listed")
+
+    with pytest.raises(FlashSimError, match="n_q has more than 10,000,000 points"):
+        flashsim.sweep(n_q=Long())
+
+
 @pytest.mark.parametrize(
     ("axes", "name", "values"),
     [

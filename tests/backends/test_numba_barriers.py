@@ -44,7 +44,7 @@ def played(block):
 
         return queue
 
-    def queue_dv(bf16, n, d, slices, **_):
+    def queue_dv(bf16, slices, **_):
         def queue(s, dp, dv, to_log2, lse, cap, dout):
             for _ in range(slices):
                 assert block.read(dout).values == [s] == [dp]
@@ -82,7 +82,7 @@ def played(block):
         ds_place=lambda wide: lambda ds, group: ds,
         dq_place=lambda rows: lambda dq: dq,
         store_ds=lambda *_: store_ds,
-        stage_dq=lambda rows: stage_dq,
+        stage_dq=stage_dq,
         queue_dq=lambda *_: block.read,
         reduce_dq=lambda rows, wide, packed: reduce_dq,
         **of_gradients,

@@ -83,7 +83,7 @@ def test_tiles_in_shared_memory_count_what_exists(block, head_dim, rows):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_reductions_count_what_exists(block, head_dim, rows, wide):
     n = padded(head_dim)
-    reduce_tile = output.reduce_tile(1, n, row(head_dim), wide)
+    reduce_tile = output.reduce_tile(1, row(head_dim), wide)
     given = ANYWHERE, fragment(n // 2), i32(0), i32(0), i32(rows)
     assert block(32, reduce_tile, *given) == 4 * rows * head_dim
 
@@ -92,7 +92,7 @@ def test_reductions_count_what_exists(block, head_dim, rows, wide):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_outputs_from_hoppers_registers_count_what_exists(block, head_dim, rows):
     n = padded(head_dim)
-    store = hopper_tiles.store_output(True, n, row(head_dim))
+    store = hopper_tiles.store_output(True, row(head_dim))
     given = ANYWHERE, i32(0), fragment(n // 2), fragment(2), i32(0), i32(rows)
     assert block(32, store, *given) == 2 * rows * head_dim
 

@@ -125,7 +125,7 @@ def run(monkeypatch):
             "cuda": SimpleNamespace(threadIdx=thread, blockIdx=thread),
             **{"int32": int, "int64": int, "float32": float},
             **{"device": lambda f: f, "quotient": lambda x, y: x // y},
-            **{"rows_of": lambda c: (None, None), "constants": lambda kernel: kernel},
+            "constants": lambda kernel: kernel,
             **{**functions(scored=False), "sink_of": lambda kernel: None},
         }
         for name, value in replaced.items():
@@ -133,12 +133,12 @@ def run(monkeypatch):
         sides = dict.fromkeys(("d", "dv", "counted", "counted_v"), d)
         no = dict.fromkeys(("scaled", "softcap", "varlen", "left", "right"), 0)
         c = SimpleNamespace(block_q=block_q, block_k=BLOCK_K, bf16=1, turns=turns, **no, **sides)
-        c.sinks = False
-        items, walk = item_functions(block, ITEMS, iter(range(1, len(ITEMS) + 1)))
-        items.visits, items.visit_words = lambda slot: (0, block.words[slot + COUNT]), 0
+        c.sinks, c.value_row = False, None
+        walk = item_functions(block, ITEMS, iter(range(1, len(ITEMS) + 1)))
+        walk.visits, walk.visit_words = lambda slot: (0, block.words[slot + COUNT]), 0
         a = Arguments(heads=len(ITEMS), group=1, walks=len(ITEMS), tiles=1, scale=1.0)
-        produce = forward._producer(c, at, walk, items)
-        consume = forward._consumer(c, at, walk, items)
+        produce = forward._producer(c, at, walk)
+        consume = forward._consumer(c, at, walk)
         consumers = {("consumer", g): lambda g=g: consume(a, 0, g) for g in range(at.groups)}
         lots.run({("producer", 0): lambda: produce(0, 0, 0, a, 1, 0), **consumers})
         every = [tuple((item, n) for n in range(count)) for item, count in enumerate(ITEMS)]

@@ -422,7 +422,7 @@ def test_each_warpgroup_reads_and_sends_the_queries_of_its_piece_of_dq(block_q, 
 
     for thread in range(256):
         to = emitted(gradients.ds_place(wide), 0, thread // 128)
-        emitted(gradients.store_ds(128, block_q, wide), to, list(range(block_q // 4)))
+        emitted(gradients.store_ds(128, wide), to, list(range(block_q // 4)))
     assert len(memory) == 128 * block_q
 
     for group in range(2):
@@ -441,7 +441,7 @@ def test_each_warpgroup_reads_and_sends_the_queries_of_its_piece_of_dq(block_q, 
     for thread in range(128):
         staged.clear()
         to = emitted(gradients.dq_place(rows), 0)
-        emitted(gradients.stage_dq(rows), to, list(range(rows // 2)))
+        emitted(gradients.stage_dq, to, list(range(rows // 2)))
         for e in range(rows // 2):
             column = thread // 32 * 16 + thread % 32 // 4 + e % 4 // 2 * 8
             query = e // 4 * 8 + thread % 4 * 2 + e % 2

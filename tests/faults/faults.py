@@ -9,6 +9,7 @@ import difflib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 from dataclasses import dataclass
 
@@ -90,6 +91,22 @@ class Fault:
         return text.replace(self.old, self.new)
 
 
+def table(text: str, names: dict) -> dict[str, Fault]:
+    """Return the faults of a table, by name; its expressions use the `names`.
+
+    An entry begins with the fault's name, source and tests. The next line is the bug in words. The
+    other lines are the change as in a patch: "- " before what goes, and "+ " before what comes.
+    """
+    found = {}
+    for entry in re.split(r"\n(?=\w)", text)[1:]:
+        head, bug, *change = [line for line in entry.split("\n") if line and line[0] != "#"]
+        name, where = head.split(": ", 1)
+        source, tests = eval(where, names)
+        old, new = ("\n".join(line[2:] for line in change if line[0] == sign) for sign in "-+")
+        found[name] = Fault(bug.strip(), source, old, new, tests)
+    return found
+
+
 FLASH1, FLASH2 = "flashsim.algorithms.flash1", "flashsim.algorithms.flash2"
 STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.score_tile"
 HBM, SRAM = "flashsim.algorithms.hbm", "flashsim.algorithms.sram"
@@ -113,337 +130,258 @@ WITH_SCORE, WITH_MASK, WITH_SINKS = (
 )
 TILES_OF_FUNCTIONS = ("functions/test_tiles_of_functions.py", "-k", "every_score and alone")
 
-FAULTS = {
-    # -- Score and mask functions ---------------------------------------------------------------
-    "mask-function-shifted": Fault(
-        "in a partial tile the mask function gets the next key",
-        FUNCTIONS,
-        '_evaluated(mask.graph, "M", positions, values, S_ij.dtype)',
-        '_evaluated(mask.graph, "M", {**positions, "k": positions["k"] + 1}, values, S_ij.dtype)',
-        WITH_MASK,
-    ),
-    "full-tile-as-partial": Fault(
-        "a box that keeps every score is taken for one that needs the mask",
-        *(CLASSIFY, "np.where(whole & ~ragged, FULL, MASKED)", "np.where(~whole, FULL, MASKED)"),
-        TILES_OF_FUNCTIONS,
-    ),
-    "partial-tile-as-full": Fault(
-        "a tile that keeps some scores is taken for one that keeps all",
-        *(CLASSIFY, "kind = np.where(every, FULL, MASKED)", "kind = np.where(some, FULL, MASKED)"),
-        TILES_OF_FUNCTIONS,
-    ),
-    "captured-at-wrong-head": Fault(
-        "a captured array is read at the key head, not at the query head",
-        *(FUNCTIONS, "lead % p.kv_heads * p.group + members", "lead % p.kv_heads + 0 * members"),
-        WITH_SCORE,
-    ),
-    "captured-gradient-of-one-entry": Fault(
-        "a captured array's gradient is not summed over the batch",
-        FUNCTIONS,
-        "np.where(quiet, 0, np.broadcast_to",
-        "np.where(quiet | (chain.positions['b'] > 0), 0, np.broadcast_to",
-        WITH_SCORE,
-    ),
-    "sink-left-out": Fault(
-        "the sum of exponentials begins without the sink",
-        *(FLASH2, "fill=float(p.sinks)", "fill=0.0", WITH_SINKS),
-    ),
-    # -- One visit ------------------------------------------------------------------------------
-    "once-anywhere": Fault(
-        "a backward for one visit of each row tile takes any schedule",
-        SCHEDULE,
-        "any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:",
-        "False:",
-        ("engines/test_one_visit.py::test_other_schedules_are_refused",),
-    ),
-    "once-delta-without-p": Fault(
-        "delta made on chip is a sum of dP, not of P dP",
-        TILES,
-        "np.sum(P_ij * dP_ij, axis=-1, out=delta_i)",
-        "np.sum(dP_ij, axis=-1, out=delta_i)",
-        ("engines/test_one_visit.py::test_kinds_and_types", "-k", "normal-float32"),
-    ),
-    # -- AMX tiles ------------------------------------------------------------------------------
-    "tile-of-b-for-two": Fault(
-        "both columns of a block are multiplied with the first one's tile",
-        *(AMX, "for register in (tile, a, b)", "for register in (tile, a, first_b)"),
-        TILE_MACHINE,
-    ),
-    "tile-sums-begin-anew": Fault(
-        "what is added to begins as zero",
-        *(AMX, 'if mode == "set":', 'if mode != "none":', TILE_MACHINE),
-    ),
-    "kept-over-a-new-maximum": Fault(
-        "P that waits for its product is multiplied after the sums have been scaled",
-        *(
-            STEPS,
-            "weigh(cpu, O, P, V, panel, dv, (begin, end))\n        begin = start",
-            "pass",
-        ),
-        KEPT,
-    ),
-    "kept-over-a-gap": Fault(
-        "P that waits is multiplied with the keys between two tiles that a row visits, too",
-        *(STEPS, "if end != start or moved", "if moved"),
-        KEPT_OVER_A_GAP,
-    ),
-    "tile-rows-beyond-the-last": Fault(
-        "a last odd row of V is paired with what lies behind it",
-        *(
-            ALONG,
-            'below = b.select(b.icmp_signed("<", r, last), b.add(r, one), last)',
-            "below = b.add(r, one)",
-            TILES_WEIGH,
-        ),
-    ),
-    "tile-of-short-rows": Fault(
-        "rows of K that a tile does not divide are read as if it did",
-        *(ALONG, 'b.and_(b.icmp_signed("==", rest, zero), enough)', "enough", TILES_DOTS),
-    ),
-    # -- parts of the keys ----------------------------------------------------------------------
-    "split-lost": Fault(
-        "the last part is not merged",
-        *(
-            DECODING,
-            "for part in range(int(schedule.slots[i, 1])):",
-            "for part in range(int(schedule.slots[i, 1]) - 1):",
-            DECODE,
-        ),
-    ),
-    "prefix-counted-twice": Fault(
-        "the first entry's own keys begin with the shared prefix",
-        *(
-            PROBLEM,
-            "Segment(q[s], q[s + 1], k[s], k[s + 1])",
-            "Segment(q[s], q[s + 1], k[s] * (s > 0), k[s + 1])",
-            CASCADE,
-        ),
-    ),
-    "merged-lse-of-the-wrong-base": Fault(
-        "the merged LSE stands on one part's, not on the larger",
-        *(MERGE, "return out, m + np.log(safe)", "return out, lse_b + np.log(safe)", DECODE),
-    ),
-    "parts-overlap": Fault(
-        "each part begins with the last key tile of the one before",
-        *(
-            "flashsim.schedule.split",
-            "return first + n * part // parts,",
-            "return first + max(0, n * part // parts - 1),",
-            PARTS,
-        ),
-    ),
-    "page-off-by-one": Fault(
-        "a key is looked for in the page after its own",
-        *(
-            HBM,
-            "[at // size - start // size]",
-            "[(at // size - start // size + 1) % len(self.pages.ravel())]",
-            PAGES,
-        ),
-    ),
-    "packed-rows-masked-as-queries": Fault(
-        "row r of a tile of packed heads is masked as query r",
-        *(
-            GRID,
-            "np.arange(*self.rows[i, :2].tolist()) // self.members",
-            "np.arange(*self.rows[i, :2].tolist())",
-            DECODE,
-        ),
-    ),
-    # -- online softmax -------------------------------------------------------------------------
-    "o-not-rescaled": Fault(
-        "O keeps the scale of an older maximum",
-        *(FLASH2, "rescale=alpha", "rescale=alpha * 0 + 1", KINDS_2),
-    ),
-    "l-not-rescaled": Fault(
-        "l keeps the scale of an older maximum",
-        *(FLASH2, "l_i[:] = alpha * l_i + P_ij", "l_i[:] = l_i + P_ij", KINDS_2),
-    ),
-    "maximum-not-carried": Fault(
-        "each tile starts from a maximum of -inf",
-        *(FLASH2, "m_i[:] = m_new", "pass", KINDS_2),
-    ),
-    "maximum-of-the-tile-only": Fault(
-        "the maximum may fall from tile to tile, and the sums overflow",
-        *(FLASH2, "np.maximum(m_i, S_ij.max(axis=-1))", "S_ij.max(axis=-1)", KINDS_2),
-    ),
-    "o-not-normalised": Fault(
-        "O is stored without the division by l",
-        *(FLASH2, "return O_i / l_safe[..., None],", "return O_i,", KINDS_2),
-    ),
-    "lse-without-log": Fault(
-        "LSE is m + l",
-        *(TILES, "m + np.log(np.where(l == 0, 1, l))", "m + np.where(l == 0, 1, l)", KINDS_2),
-    ),
-    "empty-row-is-nan": Fault(
-        "a row that has seen no key subtracts -inf from -inf",
-        *(FLASH2, "S_ij -= finite(m_new)[..., None]", "S_ij -= m_new[..., None]", OPTIONS),
-    ),
-    "masked-row-is-a-mean": Fault(
-        "a row whose scores are all the lowest finite number has keys, and P = 1 going back",
-        *(TILES, "m <= masked_score(m.dtype)", "np.isneginf(m)", LEAST),
-    ),
-    "flash1-beta-left-out": Fault(
-        "FlashAttention-1 adds a tile at its own maximum's scale",
-        FLASH1,
-        'beta[..., None] * (sram.rounded("P", P_ij) @ V_j)',
-        'sram.rounded("P", P_ij) @ V_j',
-        KINDS_1,
-    ),
-    # -- scores and masks -----------------------------------------------------------------------
-    "scale-off-by-1e-4": Fault(
-        "the scale is off by one part in ten thousand",
-        *(TILES, "S_ij *= p.scale", "S_ij *= p.scale * (1 + 1e-4)", KINDS_2),
-    ),
-    "mask-ignored": Fault(
-        "masked scores of a visited tile count",
-        *(TILES, "S_ij[..., ~keep] = -np.inf", "pass", OPTIONS),
-    ),
-    "mask-shifted-by-one": Fault(
-        "a tile's mask is that of the keys one to the left",
-        GRID,
-        "np.arange(*self.cols[j, :2].tolist())",
-        "np.arange(*self.cols[j, :2].tolist()) - 1",
-        OPTIONS,
-    ),
-    "window-off-by-one": Fault(
-        "the window's left side is exclusive",
-        *(PROBLEM, "(rel >= -self.left)", "(rel > -self.left)", ORACLE),
-    ),
-    "causal-top-left": Fault(
-        "causal masks are aligned at the top left",
-        *(PROBLEM, "self.k_stop - self.q_stop", "self.k_start - self.q_start", ORACLE),
-    ),
-    "edge-tile-called-full": Fault(
-        "the tile that the diagonal or a ragged edge cuts counts as FULL",
-        *(GRID, "full_hi = (end + 1) // block", "full_hi = -(-(end + 1) // block)", OPTIONS),
-    ),
-    "span-one-tile-short": Fault(
-        "the last tile of a row is not visited",
-        *(GRID, "end // block + 1)", "np.maximum(end // block, 1))", KINDS_2),
-    ),
-    "bias-of-the-first-row": Fault(
-        "the bias of the first query serves all rows of a tile",
-        *(TILES, "S_ij += sram.load(", "S_ij[..., :1, :] += sram.load(", BIAS),
-    ),
-    # -- backward -------------------------------------------------------------------------------
-    "delta-left-out": Fault(
-        "dS = P dP",
-        *(TILES, "P_ij, dP_ij - delta_i[..., None]", "P_ij, dP_ij", KINDS_2),
-    ),
-    "softcap-gradient-missing": Fault(
-        "the softcap is not differentiated",
-        *(TILES, "dS_ij *= chain.cap", "pass", SOFTCAP),
-    ),
-    "dk-not-summed-over-group": Fault(
-        "dK and dV take the first query head of a group alone",
-        *(FLASH2, "for g in range(p.group):", "for g in range(1):", OPTIONS),
-    ),
-    "dk-without-scale": Fault(
-        "dK lacks the scale",
-        *(FLASH2, "sram.store(hbm.dK, cols, dK_j * p.scale)", "sram.store(hbm.dK, cols, dK_j)"),
-        KINDS_2,
-    ),
-    "flash1-p-not-normalised": Fault(
-        "FlashAttention-1's backward forgets that P is divided by l",
-        *(FLASH1, "P_ij /= np.where(l_i == 0, 1, l_i)[..., None]", "pass", KINDS_1),
-    ),
-    "reduce-overwrites": Fault(
-        "a tile reduced into HBM replaces what was there",
-        HBM,
-        "self.view(rows, cols, member)[...] += tile",
-        "self.view(rows, cols, member)[...] = tile",
-        KINDS_FUSED,
-    ),
-    "dbias-of-the-first-head": Fault(
-        "a shared bias's gradient is not summed over the heads",
-        *(HBM, "+= full.sum(axis=shared, keepdims=True)", "+= full[:1, :1]", SHARED_BIAS),
-    ),
-    "standard-row-sum-left-out": Fault(
-        "standard attention's dS = P dP",
-        *(STANDARD, "(dP_i - D_i[..., None])", "dP_i", KINDS_STANDARD),
-    ),
-    "forgotten-store": Fault(
-        "dV stays on chip",
-        *(FLASH2, "sram.store(hbm.dV, cols, dV_j)", "pass", KINDS_2),
-    ),
-    # -- precision ------------------------------------------------------------------------------
-    "p-not-rounded": Fault(
-        "P V is computed from P in float32",
-        *(FLASH2, 'O_i, sram.rounded("P", P_ij), V_j', "O_i, P_ij, V_j", PRECISION),
-    ),
-    "flush-skipped": Fault(
-        "the tensor cores' sum is never added to the float32 accumulator",
-        *(SRAM, "if tiles + 1 < flush:", "if True:", FLUSH),
-    ),
-    "flushed-sum-not-rescaled": Fault(
-        "what is not flushed yet keeps the scale of an older maximum",
-        *(SRAM, "small *= rescale[..., None]", "pass", FLUSH_SCALED),
-    ),
-    "bits-of-the-accumulator": Fault(
-        "tensor cores keep one bit more than they do",
-        *(NUMBERS, "TERMS, FRACTION = 32, 13", "TERMS, FRACTION = 32, 14", BITS),
-    ),
-    "scale-left-out": Fault(
-        "an FP8 tile is read as if its scale were 1",
-        *(SRAM, "tile *= tensor.scale.spread(", "_ = tensor.scale.spread(", FP8),
-    ),
-    "scale-of-the-wrong-block": Fault(
-        "every row of a tile has the scale of its first block",
-        *(HBM, "np.arange(rows.start, rows.stop) // self.every - first", "[0]", FP8),
-    ),
-    "q-rotated-alone": Fault(
-        "K keeps its basis while Q is rotated",
-        *(QUANTIZE, 'for name in "qk"}', 'for name in "q"}', ROTATION),
-    ),
-    "scale-not-counted": Fault(
-        "the closed form knows one scale a tile, whatever its blocks",
-        *(
-            COUNTS,
-            "-(-table[:, 1].astype(int) // every) - table[:, 0] // every",
-            "table[:, 0] * 0 + 1",
-            SCALES,
-        ),
-    ),
-    # -- counting -------------------------------------------------------------------------------
-    "k-loaded-once": Fault(
-        "K is read for free after the first row tile",
-        FLASH2,
-        "K_j = sram.load(K, visit.cols)     ",
-        "K_j = sram.load(K, visit.cols) if not visit.i else K.view(visit.cols, slice(None), None)",
-        TRAFFIC,
-    ),
-    "ragged-tile-counted-whole": Fault(
-        "the closed form counts keys that do not exist",
-        SCHEDULE,
-        "reach = np.concatenate([[0], np.cumsum(widths)])",
-        "reach = np.arange(self.t_c + 1) * self.tiling.block_k",
-        TRAFFIC,
-    ),
-    "group-loads-counted-per-head": Fault(
-        "the closed form counts dK and dV once a query head",
-        COUNTS,
-        "return self.kv_heads * self.p.n_kv * self.p.head_dim * item",
-        "return self.heads * self.p.n_kv * self.p.head_dim * item",
-        TRAFFIC,
-    ),
-    "lse-in-the-input-type": Fault(
-        "statistics are counted at the input's width",
-        *(
-            COUNTS,
-            "return self.heads * self.p.n_q * self.a",
-            "return self.heads * self.p.n_q * self.e",
-        ),
-        TRAFFIC,
-    ),
-    "multiply-add-is-one": Fault(
-        "a multiply-add of a gradient counts as one FLOP",
-        "flashsim.counts.work",
-        'TileOp(name, reads, writes, {"matmul": scores(2 * inner)})',
-        'TileOp(name, reads, writes, {"matmul": scores(inner)})',
-        WORK,
-    ),
-}
+ONE_VISIT = ("engines/test_one_visit.py::test_kinds_and_types", "-k", "normal-float32")
+FAULTS = table(
+    r"""
+# -- Score and mask functions
+mask-function-shifted: FUNCTIONS, WITH_MASK
+    in a partial tile the mask function gets the next key
+- _evaluated(mask.graph, "M", positions, values, S_ij.dtype)
++ _evaluated(mask.graph, "M", {**positions, "k": positions["k"] + 1}, values, S_ij.dtype)
+full-tile-as-partial: CLASSIFY, TILES_OF_FUNCTIONS
+    a box that keeps every score is taken for one that needs the mask
+- np.where(whole & ~ragged, FULL, MASKED)
++ np.where(~whole, FULL, MASKED)
+partial-tile-as-full: CLASSIFY, TILES_OF_FUNCTIONS
+    a tile that keeps some scores is taken for one that keeps all
+- kind = np.where(every, FULL, MASKED)
++ kind = np.where(some, FULL, MASKED)
+captured-at-wrong-head: FUNCTIONS, WITH_SCORE
+    a captured array is read at the key head, not at the query head
+- lead % p.kv_heads * p.group + members
++ lead % p.kv_heads + 0 * members
+captured-gradient-of-one-entry: FUNCTIONS, WITH_SCORE
+    a captured array's gradient is not summed over the batch
+- np.where(quiet, 0, np.broadcast_to
++ np.where(quiet | (chain.positions['b'] > 0), 0, np.broadcast_to
+sink-left-out: FLASH2, WITH_SINKS
+    the sum of exponentials begins without the sink
+- fill=float(p.sinks)
++ fill=0.0
+# -- One visit
+once-anywhere: SCHEDULE, ("engines/test_one_visit.py::test_other_schedules_are_refused",)
+    a backward for one visit of each row tile takes any schedule
+- any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
++ False:
+once-delta-without-p: TILES, ONE_VISIT
+    delta made on chip is a sum of dP, not of P dP
+- np.sum(P_ij * dP_ij, axis=-1, out=delta_i)
++ np.sum(dP_ij, axis=-1, out=delta_i)
+# -- AMX tiles
+tile-of-b-for-two: AMX, TILE_MACHINE
+    both columns of a block are multiplied with the first one's tile
+- for register in (tile, a, b)
++ for register in (tile, a, first_b)
+tile-sums-begin-anew: AMX, TILE_MACHINE
+    what is added to begins as zero
+- if mode == "set":
++ if mode != "none":
+kept-over-a-new-maximum: STEPS, KEPT
+    P that waits for its product is multiplied after the sums have been scaled
+- weigh(cpu, O, P, V, panel, dv, (begin, end))
+-         begin = start
++ pass
+kept-over-a-gap: STEPS, KEPT_OVER_A_GAP
+    P that waits is multiplied with the keys between two tiles that a row visits, too
+- if end != start or moved
++ if moved
+tile-rows-beyond-the-last: ALONG, TILES_WEIGH
+    a last odd row of V is paired with what lies behind it
+- below = b.select(b.icmp_signed("<", r, last), b.add(r, one), last)
++ below = b.add(r, one)
+tile-of-short-rows: ALONG, TILES_DOTS
+    rows of K that a tile does not divide are read as if it did
+- b.and_(b.icmp_signed("==", rest, zero), enough)
++ enough
+# -- parts of the keys
+split-lost: DECODING, DECODE
+    the last part is not merged
+- for part in range(int(schedule.slots[i, 1])):
++ for part in range(int(schedule.slots[i, 1]) - 1):
+prefix-counted-twice: PROBLEM, CASCADE
+    the first entry's own keys begin with the shared prefix
+- Segment(q[s], q[s + 1], k[s], k[s + 1])
++ Segment(q[s], q[s + 1], k[s] * (s > 0), k[s + 1])
+merged-lse-of-the-wrong-base: MERGE, DECODE
+    the merged LSE stands on one part's, not on the larger
+- return out, m + np.log(safe)
++ return out, lse_b + np.log(safe)
+parts-overlap: "flashsim.schedule.split", PARTS
+    each part begins with the last key tile of the one before
+- return first + n * part // parts,
++ return first + max(0, n * part // parts - 1),
+page-off-by-one: HBM, PAGES
+    a key is looked for in the page after its own
+- [at // size - start // size]
++ [(at // size - start // size + 1) % len(self.pages.ravel())]
+packed-rows-masked-as-queries: GRID, DECODE
+    row r of a tile of packed heads is masked as query r
+- np.arange(*self.rows[i, :2].tolist()) // self.members
++ np.arange(*self.rows[i, :2].tolist())
+# -- online softmax
+o-not-rescaled: FLASH2, KINDS_2
+    O keeps the scale of an older maximum
+- rescale=alpha
++ rescale=alpha * 0 + 1
+l-not-rescaled: FLASH2, KINDS_2
+    l keeps the scale of an older maximum
+- l_i[:] = alpha * l_i + P_ij
++ l_i[:] = l_i + P_ij
+maximum-not-carried: FLASH2, KINDS_2
+    each tile starts from a maximum of -inf
+- m_i[:] = m_new
++ pass
+maximum-of-the-tile-only: FLASH2, KINDS_2
+    the maximum may fall from tile to tile, and the sums overflow
+- np.maximum(m_i, S_ij.max(axis=-1))
++ S_ij.max(axis=-1)
+o-not-normalised: FLASH2, KINDS_2
+    O is stored without the division by l
+- return O_i / l_safe[..., None],
++ return O_i,
+lse-without-log: TILES, KINDS_2
+    LSE is m + l
+- m + np.log(np.where(l == 0, 1, l))
++ m + np.where(l == 0, 1, l)
+empty-row-is-nan: FLASH2, OPTIONS
+    a row that has seen no key subtracts -inf from -inf
+- S_ij -= finite(m_new)[..., None]
++ S_ij -= m_new[..., None]
+masked-row-is-a-mean: TILES, LEAST
+    a row whose scores are all the lowest finite number has keys, and P = 1 going back
+- m <= masked_score(m.dtype)
++ np.isneginf(m)
+flash1-beta-left-out: FLASH1, KINDS_1
+    FlashAttention-1 adds a tile at its own maximum's scale
+- beta[..., None] * (sram.rounded("P", P_ij) @ V_j)
++ sram.rounded("P", P_ij) @ V_j
+# -- scores and masks
+scale-off-by-1e-4: TILES, KINDS_2
+    the scale is off by one part in ten thousand
+- S_ij *= p.scale
++ S_ij *= p.scale * (1 + 1e-4)
+mask-ignored: TILES, OPTIONS
+    masked scores of a visited tile count
+- S_ij[..., ~keep] = -np.inf
++ pass
+mask-shifted-by-one: GRID, OPTIONS
+    a tile's mask is that of the keys one to the left
+- np.arange(*self.cols[j, :2].tolist())
++ np.arange(*self.cols[j, :2].tolist()) - 1
+window-off-by-one: PROBLEM, ORACLE
+    the window's left side is exclusive
+- (rel >= -self.left)
++ (rel > -self.left)
+causal-top-left: PROBLEM, ORACLE
+    causal masks are aligned at the top left
+- self.k_stop - self.q_stop
++ self.k_start - self.q_start
+edge-tile-called-full: GRID, OPTIONS
+    the tile that the diagonal or a ragged edge cuts counts as FULL
+- full_hi = (end + 1) // block
++ full_hi = -(-(end + 1) // block)
+span-one-tile-short: GRID, KINDS_2
+    the last tile of a row is not visited
+- end // block + 1)
++ np.maximum(end // block, 1))
+bias-of-the-first-row: TILES, BIAS
+    the bias of the first query serves all rows of a tile
+- S_ij += sram.load(
++ S_ij[..., :1, :] += sram.load(
+# -- backward
+delta-left-out: TILES, KINDS_2
+    dS = P dP
+- P_ij, dP_ij - delta_i[..., None]
++ P_ij, dP_ij
+softcap-gradient-missing: TILES, SOFTCAP
+    the softcap is not differentiated
+- dS_ij *= chain.cap
++ pass
+dk-not-summed-over-group: FLASH2, OPTIONS
+    dK and dV take the first query head of a group alone
+- for g in range(p.group):
++ for g in range(1):
+dk-without-scale: FLASH2, KINDS_2
+    dK lacks the scale
+- sram.store(hbm.dK, cols, dK_j * p.scale)
++ sram.store(hbm.dK, cols, dK_j)
+flash1-p-not-normalised: FLASH1, KINDS_1
+    FlashAttention-1's backward forgets that P is divided by l
+- P_ij /= np.where(l_i == 0, 1, l_i)[..., None]
++ pass
+reduce-overwrites: HBM, KINDS_FUSED
+    a tile reduced into HBM replaces what was there
+- self.view(rows, cols, member)[...] += tile
++ self.view(rows, cols, member)[...] = tile
+dbias-of-the-first-head: HBM, SHARED_BIAS
+    a shared bias's gradient is not summed over the heads
+- += full.sum(axis=shared, keepdims=True)
++ += full[:1, :1]
+standard-row-sum-left-out: STANDARD, KINDS_STANDARD
+    standard attention's dS = P dP
+- (dP_i - D_i[..., None])
++ dP_i
+forgotten-store: FLASH2, KINDS_2
+    dV stays on chip
+- sram.store(hbm.dV, cols, dV_j)
++ pass
+# -- precision
+p-not-rounded: FLASH2, PRECISION
+    P V is computed from P in float32
+- O_i, sram.rounded("P", P_ij), V_j
++ O_i, P_ij, V_j
+flush-skipped: SRAM, FLUSH
+    the tensor cores' sum is never added to the float32 accumulator
+- if tiles + 1 < flush:
++ if True:
+flushed-sum-not-rescaled: SRAM, FLUSH_SCALED
+    what is not flushed yet keeps the scale of an older maximum
+- small *= rescale[..., None]
++ pass
+bits-of-the-accumulator: NUMBERS, BITS
+    tensor cores keep one bit more than they do
+- TERMS, FRACTION = 32, 13
++ TERMS, FRACTION = 32, 14
+scale-left-out: SRAM, FP8
+    an FP8 tile is read as if its scale were 1
+- tile *= tensor.scale.spread(
++ _ = tensor.scale.spread(
+scale-of-the-wrong-block: HBM, FP8
+    every row of a tile has the scale of its first block
+- np.arange(rows.start, rows.stop) // self.every - first
++ [0]
+q-rotated-alone: QUANTIZE, ROTATION
+    K keeps its basis while Q is rotated
+- for name in "qk"}
++ for name in "q"}
+scale-not-counted: COUNTS, SCALES
+    the closed form knows one scale a tile, whatever its blocks
+- -(-table[:, 1].astype(int) // every) - table[:, 0] // every
++ table[:, 0] * 0 + 1
+# -- counting
+k-loaded-once: FLASH2, TRAFFIC
+    K is read for free after the first row tile
+- K_j = sram.load(K, visit.cols)
++ K_j = sram.load(K, visit.cols) if not visit.i else K.view(visit.cols, slice(None), None)
+ragged-tile-counted-whole: SCHEDULE, TRAFFIC
+    the closed form counts keys that do not exist
+- reach = np.concatenate([[0], np.cumsum(widths)])
++ reach = np.arange(self.t_c + 1) * self.tiling.block_k
+group-loads-counted-per-head: COUNTS, TRAFFIC
+    the closed form counts dK and dV once a query head
+- return self.kv_heads * self.p.n_kv * self.p.head_dim * item
++ return self.heads * self.p.n_kv * self.p.head_dim * item
+lse-in-the-input-type: COUNTS, TRAFFIC
+    statistics are counted at the input's width
+- return self.heads * self.p.n_q * self.a
++ return self.heads * self.p.n_q * self.e
+multiply-add-is-one: "flashsim.counts.work", WORK
+    a multiply-add of a gradient counts as one FLOP
+- TileOp(name, reads, writes, {"matmul": scores(2 * inner)})
++ TileOp(name, reads, writes, {"matmul": scores(inner)})
+""",
+    globals(),
+)
 
 
 def catalogue() -> dict[str, Fault]:

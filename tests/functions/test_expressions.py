@@ -154,6 +154,13 @@ def fails(text, match):
         ("np.add(k, 1, where=True) > 0", "unexpected keyword argument 'where'"),
         ("(q, k)", "must return one value per score"),
         ("np.clip(k, 0, 1, middle=2) > 0", "middle"),
+        ("k in {1, 2}", "looked up in a set or a dict"),
+        ("{0: 5}.get(h, 1) > k", "looked up in a set or a dict"),
+        ("np.max(k) > 0", "max takes 2 values here, got 1"),
+        ("k.exp(q) > 0", "exp takes 1 value here, got 2"),
+        ("q + 2**63 > k", "9223372036854775808 does not fit in 64 bits"),
+        ("~(k * 0.5) > 0", "take booleans and integers, got a float"),
+        ("(k * 0.5) << 1 > q", "take booleans and integers, got a float"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(text, match):

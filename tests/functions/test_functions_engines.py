@@ -218,6 +218,27 @@ def test_indices_count_from_the_start_of_a_packed_sequence(backend):
     assert np.allclose(gradients.captured["slopes"], slopes)
 
 
+TENTHS, CLOSE = np.full(50, 0.1, np.float32), np.where(np.arange(50) % 3, 1, 1 + 1e-12)
+HASHES = 2**53 + np.arange(50) % 2
+
+
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+@pytest.mark.parametrize(
+    ("mask_mod", "kept"),
+    [
+        (lambda b, h, q, k: TENTHS[k] == 0.1, TENTHS > 0),  # True, as for NumPy's arrays
+        (lambda b, h, q, k: CLOSE[k] > 1, CLOSE > 1),
+        (lambda b, h, q, k: HASHES[k] > 2**53, HASHES > 2**53),
+    ],
+    ids=["float32", "float64", "int64"],
+)
+def test_a_mask_computes_in_the_types_of_its_arrays(backend, mask_mod, kept):
+    q, k, v = np.random.default_rng(3).standard_normal((3, 1, 1, 50, 16), dtype=np.float32)
+    got = run(q, k, v, mask_mod=mask_mod, backend=backend, tiling=TILING).out
+    exact, _ = oracle.attention(q, k[:, :, kept], v[:, :, kept], Problem(50, int(kept.sum()), 16))
+    np.testing.assert_allclose(got, exact, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_rows_without_keys_are_zero_and_have_no_nan(backend):
     q, k, v, dout = arrays()

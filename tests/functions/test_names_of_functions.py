@@ -27,7 +27,7 @@ ONE = (
     *("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "expit"),
     *("sin", "cos", "erf", "floor", "ceil", "trunc", "relu", "sign", "square", "softplus"),
     *("neg", "negative", "abs", "absolute", "fabs", "silu", "swish", "gelu"),
-    "leaky_relu",
+    *("leaky_relu", "zeros_like", "ones_like", "reciprocal"),
 )
 TWO = (
     *("add", "subtract", "multiply", "divide", "true_divide", "floor_divide", "mod", "remainder"),
@@ -116,6 +116,8 @@ def test_booleans_have_the_operators_of_logic():
         lambda x: ~(x > 3) | (x == 8),
         lambda x: np.logical_not(x > 2),
         lambda x: np.bitwise_not(x > 2),
+        lambda x: (x > 3) + (x > 1),  # or, as for NumPy's booleans
+        lambda x: (x > 3) * (x < 6),
     ):
         assert np.array_equal(on_keys(function), function(AT))
 
@@ -130,6 +132,9 @@ def test_arguments_by_name_and_methods():
     close(floor, SCORE // 0.7)
     filled = lambda s, b, h, q, k: s.masked_fill(s > 1, -2.0)  # noqa: E731
     close(filled, np.where(SCORE > 1, -2.0, SCORE))
+    close(lambda s, b, h, q, k: s.where(s > 1, -2.0), np.where(SCORE > 1, SCORE, -2.0))
+    close(lambda s, b, h, q, k: np.full_like(s, 3) + k.float() * 0, np.full_like(SCORE, 3))
+    close(lambda s, b, h, q, k: FUNCTIONS["relu"](s, inplace=False), np.maximum(SCORE, 0))
     trunc = lambda s, b, h, q, k: FUNCTIONS["div"](-s, 0.7, rounding_mode="trunc")  # noqa: E731
     close(trunc, np.trunc(-SCORE / 0.7))
     close(lambda s, b, h, q, k: np.where(s > 1, s, 0.0), np.where(SCORE > 1, SCORE, 0.0))

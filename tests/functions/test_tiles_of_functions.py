@@ -16,6 +16,7 @@ pytestmark = pytest.mark.promise("right tiles")
 
 RNG = np.random.default_rng(0)
 DOCUMENTS = np.sort(RNG.integers(0, 12, 700))
+GAPS = np.where(np.arange(700) % 40 < 15, np.nan, np.linspace(-3, 3, 700))
 
 
 def test_a_range_table_answers_with_bounds():
@@ -119,6 +120,15 @@ PLAIN = {
     "none": lambda b, h, q, k: q < 0,
     "all": lambda b, h, q, k: k >= 0,
     "scattered": lambda b, h, q, k: (q * 37 + k * 101) % 977 == 5,
+    # Every comparison with NaN is False, except !=.
+    "NaN of a logarithm": lambda b, h, q, k: np.log((q - k) * 1.0) <= 10,
+    "NaN of a division": lambda b, h, q, k: abs((q - k) / (q - k)) >= 0,
+    "NaN of infinities": lambda b, h, q, k: abs(np.exp(k * 9.0) - np.exp(q * 9.0)) >= 0,
+    "NaN of a product": lambda b, h, q, k: abs(np.exp(k * 9.0) * (q % 9)) >= 0,
+    "NaN of a remainder": lambda b, h, q, k: abs(q * 1.0 % (k % 9)) >= 0,
+    "NaN of a sine": lambda b, h, q, k: np.sin(np.exp(k * 9.0)) <= np.inf,
+    "NaN captured": lambda b, h, q, k: (abs(GAPS[k]) >= 0) & (np.clip(GAPS[q], -1, 1) <= 1),
+    "NaN as an integer": lambda b, h, q, k: abs(GAPS[k] * 5).astype(int) >= 0,
 }
 OTHERS = {
     "alone": {},

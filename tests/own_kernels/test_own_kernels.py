@@ -247,6 +247,9 @@ def test_masked_tiles_are_named_with_their_line():
         assert f"{tensor} tiles whose scores are all masked are loaded" in row.why
         assert f"line {line}" in row.why
 
+    unknown = KernelTrace(traced.record, names={"q_ptr": "a", "o_ptr": "b"}, problem=traced.problem)
+    assert not any("masked" in row.why for row in unknown.byte_rows)  # which rows read a key tile?
+
 
 def test_tables():
     traced = attention(twice=True)

@@ -212,6 +212,12 @@ MISTAKES = [
      "the LSE is in base 2", ""),
     ("tl.exp(s - m_new", "tl.exp2(s - m_new", "tl.exp(m - m_new", "tl.exp2(m - m_new",
      "exp2 is taken of scores that were not multiplied by log2(e)", ""),
+    ("tl.exp(s - m_new", "tl.exp2(s - m_new", "tl.exp(m - m_new", "tl.exp2(m - m_new",
+     "m + tl.log(l)", "m * 0.6931471805599453 + tl.log(l)",
+     "exp2 is taken of scores that were not multiplied by log2(e)", ""),
+    ("tl.exp(s - m_new", "tl.exp2(s - m_new", "tl.exp(m - m_new", "tl.exp2(m - m_new",
+     "tl.trans(k)) * scale", "tl.trans(k)) * (scale * 1.4426950408889634)",
+     "the LSE is m + log(l), but m is in base 2: multiply m by log(2)", ""),
     ("rows, d = i * BLOCK_Q + tl.arange", "rows, d = i + tl.arange",
      "the program's index is not multiplied by the tile", ""),
 ]  # fmt: skip
@@ -229,6 +235,35 @@ def test_a_seeded_mistake_is_guessed(case, tmp_path):
     if verdict.program:
         stores = {line_of(tmp_path / "flash_attention.py", x) for x in ("(o_ptr", "(lse_ptr")}
         assert verdict.line in stores
+
+
+SIGNATURE = """q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n, scale,
+    causal: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+"""
+#: Makes each program compute two row tiles, one after the other.
+TWO_TILES = [
+    ("attention_forward(\n    ", "tile(\n    i, head, "),
+    ("    i, head = tl.program_id(0), tl.program_id(1)\n", ""),
+    ("@triton.jit\ndef attention_delta", f"""@triton.jit
+def attention_forward(
+    {SIGNATURE}
+    for half in range(2):
+        tile(
+            2 * tl.program_id(0) + half, tl.program_id(1), q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, n,
+            scale, causal, BLOCK_Q, BLOCK_K, D,
+        )
+
+
+@triton.jit
+def attention_delta"""),
+]  # fmt: skip
+
+
+def test_a_program_of_several_row_tiles_is_followed_in_its_first(tmp_path):
+    made = forward(tmp_path, *TWO_TILES, ("m + tl.log(l)", "m + tl.log2(l)"), causal=False)
+    assert "m + log2(l)" in made.verdict.mistake
+    assert made.verdict.step == ""
 
 
 def test_a_mask_that_is_missing(tmp_path):

@@ -390,8 +390,9 @@ def test_closed_sums_and_extents_are_those_of_the_tables(problem, tiling, dense,
         split = Split(1, pack_gqa=packed and outer == "queries")
         own = Schedule(problem, tiling, outer, "ascending", dense, split)
         table = own.sums, most(set(zip(*(x.tolist() for x in own.extents()), strict=True)))
+        limit = "FEW_TILES" if packed else "MOST_TILES"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tables, "MOST_TILES", 0)
+            patch.setattr(tables, limit, 0)
             closed = Schedule(problem, tiling, outer, "ascending", dense, split)
             assert closed.sums == table[0]
             assert most(set(zip(*(x.tolist() for x in closed.extents()), strict=True))) == table[1]
@@ -413,6 +414,14 @@ def test_any_length_is_counted_with_the_default_tile(n):
     backward = flashsim.count(Problem(n), direction="backward", algorithm="flash2-fused")
     assert backward.flops("matmul") == 10 * n * n * 64
     assert flashsim.count(Problem(n, 128), algorithm="standard").bytes("store", "S") == n * 128 * 4
+
+
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (1000, 0)}, {"n_kv": 1}])
+def test_a_count_of_many_tiles_builds_no_table(how):
+    counted = flashsim.count(Problem(2**31 - 1, **how), tiling=Tiling(128, 128))
+    assert counted.bytes() > 0
+    assert counted.peak_sram() > 0
+    assert all("_edges" not in vars(counted.schedule(stage)) for stage in counted.stages)
 
 
 def test_what_tables_cannot_hold_is_refused_before_it_is_allocated():

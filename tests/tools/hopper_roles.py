@@ -301,7 +301,7 @@ def parts(block, half):
 
         return copy if blocks == 1 else copy_to_all
 
-    def lay_down(n, apart):
+    def lay_down(apart):
         def lay(place, sums):
             for name in "k", "v", "q", "dout":
                 for stage in range(2):
@@ -311,19 +311,19 @@ def parts(block, half):
 
         return lay
 
-    def add_from(n, apart):
+    def add_from(apart):
         def add(sums, place, rank):
             there, own = block.cluster.blocks[rank], at.region("k") + 128 * block.group * 4
             which, first = divmod((place - own) // apart, half)
             assert block.cluster.lives(rank), "a block that has ended"
             assert own + which * half * apart in there.laid, "nothing is there yet"
-            assert first % (n // 2) == 0
+            assert first % 16 == 0
             block.lots.step()
             return (*sums, (first, rank, there.laid[own + which * half * apart]))
 
         return add
 
-    def store_output(bf16, n, row_of, later=False):
+    def store_output(bf16, row_of, later=False):
         def store(to, row_bytes, sums, factors, key, stop, column=0):
             block.stored.append((to // DATA, block.group, column, sums))
             return 0
@@ -365,18 +365,18 @@ def constants(at, blocks, scored, **more):
     """The constants of a kernel with this shared memory."""
     no = ("softcap", "ordered", "varlen", "left", "right", "timeline", "after", "more")
     sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), at.d)
+    sides |= {"key_row": None, "value_row": None}
     own = {"block_q": at.block_q, "block_k": at.block_k, "cluster": blocks, "scaled": scored}
     return SimpleNamespace(**{**dict.fromkeys(no, 0), **sides, **own, "bf16": 1, **more})
 
 
-def replace_all(monkeypatch, module, block, items, walk, scored, played):
+def replace_all(monkeypatch, module, block, walk, scored, played):
     """Let a kernel's module call what is `played`."""
     for name, value in {
         **{"int32": int, "int64": int, "float32": float, "cuda": Cuda(block.cluster)},
         **{"device": lambda f: f, "quotient": lambda x, y: x // y},
         **{"shared_base": lambda: 0, "constants": lambda kernel: kernel},
-        **{"walk_functions": lambda *_, **__: walk, "rows_of": lambda c: (None, None)},
-        **{"item_functions": lambda *_, **__: items},
+        **{"item_functions": lambda *_, **__: walk},
         **{**functions(scored), **played(block)},
     }.items():
         for where in (module, key_gradients, kv_outer):
@@ -385,8 +385,8 @@ def replace_all(monkeypatch, module, block, items, walk, scored, played):
 
 
 def item_functions(block, counts, numbers):
-    """Those of `items` and `walk`, of items of which `counts` says how many visits they have; after
-    its first one a block gets those of `numbers`."""
+    """Those of items of which `counts` says how many visits they have; after its first one a block
+    gets those of `numbers`."""
     at = block.at
     full, free = at.barrier("item_full"), at.barrier("item_free")
 
@@ -401,7 +401,7 @@ def item_functions(block, counts, numbers):
         block.words.update({slot + field: value for field, value in fields.items()})
 
     nothing = lambda *_: None  # noqa: E731
-    items = SimpleNamespace(
+    return SimpleNamespace(
         take=take,
         leave=lambda shared, item, speaking: block.arrive(free + 8 * (item & 1), speaking),
         write=write,
@@ -410,16 +410,14 @@ def item_functions(block, counts, numbers):
         after=lambda a, counter: next(numbers, a.stop),
         visits=nothing,
         place=lambda row, stop, batch: (row, batch),
-        visit_stamps=nothing,
-        tile_stamps=nothing,
-    )
-    walk = SimpleNamespace(
         visit=lambda a, visits, n: (n, False),
-        **dict.fromkeys(("report", "report_one", "stamp", "stamp_block"), nothing),
+        batch_and_head=divmod,
+        **dict.fromkeys(("tile_count", "visit_count"), lambda *_: 0),
+        **dict.fromkeys(("visit_stamps", "tile_stamps", "stamp", "stamp_block"), nothing),
+        **dict.fromkeys(("report", "report_one"), nothing),
         wait_for_what_ran_before=nothing,
         let_what_runs_next_start=nothing,
     )
-    return items, walk
 
 
 class Cuda:
@@ -459,8 +457,8 @@ def run_roles(
     a, roles = arguments(heads, counts, mine), {}
     for rank in range(blocks):
         block = Block(at, lots, heads, ignored, cluster)
-        items, walk = item_functions(block, counts, iter(mine[1:]))
-        replace_all(monkeypatch, module, block, items, walk, scored, played)
+        walk = item_functions(block, counts, iter(mine[1:]))
+        replace_all(monkeypatch, module, block, walk, scored, played)
         kernel = make(c)
         roles |= {(*role, rank): partial(kernel, *[0] * 5, a, 1) for role in roles_of(at)}
     lots.run(roles)

@@ -14,7 +14,6 @@ warps send dQ to HBM. Without FUSED, the kernel in the module `dq` computes dQ. 
 CLUSTER divide the visits of a work tile, and add up dK and dV through shared memory.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from numba import cuda
@@ -33,12 +32,7 @@ from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
 from flashsim.backends.numba_gpu.tensor import softmax
 from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
-from flashsim.backends.numba_gpu.traversal import (
-    constants,
-    device,
-    quotient,
-    walk_functions,
-)
+from flashsim.backends.numba_gpu.traversal import constants, device, quotient
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 #: Named barriers (0 is syncthreads, and `key_gradients` uses 6): dS is written (if deferred,
@@ -56,22 +50,16 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))
     assert c.cluster == 1 or not (c.ordered or c.timeline), "items have one block there"
-    w = walk_functions(c, every=128)  # one thread per warpgroup
-    items = item_functions(c, at, w, by_row=False, part=bool(c.after or c.more))
-    run = roles(
-        *(c, at, w, items, _consumer(kernel, at, w, items)),
+    w = item_functions(c, at, by_row=False, part=bool(c.after or c.more))
+    return roles(
+        *(c, at, w, _consumer(kernel, at, w)),
         piece_barriers=(_DQ_FREE, _DQ_FULL),
         sends=bool(c.fused),
         start=not c.scaled,
     )
 
-    def hopper_backward(map_q, map_k, map_v, map_dout, map_dq, a, counter):
-        run(map_q, map_k, map_v, map_dout, map_dq, a, counter)
 
-    return hopper_backward
-
-
-def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _consumer(kernel: Kernel, at: KeysOutside, w: Any) -> Any:
     """Return ``consume(a, shared, group)``, a warpgroup's loop with 64 keys per work tile."""
     c = constants(kernel)
     block_q, block_k, d = c.block_q, c.block_k, c.d
@@ -107,24 +95,21 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
     queue_dp = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=True)
     # A later product may be pending: dP after the scores, dV after dP, dK after dQ and dV.
     first_done, all_done = hopper.product_wait(1), hopper.product_wait(0)
-    scale_scores = softmax.scale_scores(1, block_q, softcap)
-    mask = gradients.mask_columns(block_q, bool(c.left), bool(c.right))
-    queue_dv = gradients.queue_dv(bf16, block_q, d, slices, softcap=softcap, start=start)
-    score_gradients = gradients.score_gradients(bf16, block_q)
+    scale_scores = softmax.scale_scores(softcap)
+    mask = gradients.mask_columns(bool(c.left), bool(c.right))
+    queue_dv = gradients.queue_dv(bf16, slices, softcap=softcap, start=start)
+    score_gradients = gradients.score_gradients(bf16)
     f = fragment_functions(kernel, 1, block_q, by_row=False)
     has_mask, has_score, apply_mask = f.has_mask, f.has_score, f.mask
     probabilities, masked_probabilities = f.probabilities, f.masked_probabilities
     slope_of, first_rows = f.slope, first_rows_of(kernel)
-    queue_whole_dv = hopper.queue_output(bf16, d, block_q)  # a score function takes no slices
-    score_products = gradients.score_products(bf16, block_q)
-    round_scores = hopper.round_operand(bf16, block_q)
+    queue_whole_dv = hopper.queue_output(bf16)  # a score function takes no slices
+    score_products = gradients.score_products(bf16)
+    round_scores = hopper.round_operand(bf16)
     ds_place, dq_place = gradients.ds_place(ds_wide), gradients.dq_place(dq_rows)
-    store_ds, stage_dq = gradients.store_ds(block_k, block_q, ds_wide), gradients.stage_dq(dq_rows)
+    store_ds, stage_dq = gradients.store_ds(block_k, ds_wide), gradients.stage_dq
     queue_dq = gradients.queue_dq(bf16, dq_rows, block_k, ds_wide)
-    queue_dk = hopper.queue_output(bf16, d, block_q)
-    take, leave, visits_of = i.take, i.leave, i.visits
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, stamp, stamp_block = w.visit, w.stamp, w.stamp_block
+    queue_dk = hopper.queue_output(bf16)
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
     wait_full, wait_free, arrive = hopper.wait_full, hopper.wait_free, hopper.arrive
     fence_shared = gradients.fence_shared
@@ -132,7 +117,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
     piece_free, piece_full = hopper.named_sync(160), hopper.named_arrive(160)
 
     def store_sums(row_of: Any) -> Any:
-        store = hopper.store_output(bf16, d, row_of)
+        store = hopper.store_output(bf16, row_of)
 
         @device
         def store_rows(to, row_bytes, sums, factors, key, stop, group):
@@ -181,13 +166,13 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
         dq_mine = dq_place(shared + dq_at + group * dq_bytes)
         item, done = int32(0), int32(0)  # as in the producer
         while True:
-            slot = take(shared, item)
+            slot = w.take(shared, item)
             walk = get(slot + word.WALK)
             if walk < 0:
                 break
             count = get(slot + word.COUNT)
-            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
-            stamp_block(tile_stamp, False)
+            tile_stamp = w.tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
+            w.stamp_block(tile_stamp, False)
             member = int32(walk * a.group)  # index of the query head
             further, n, total = share(a.group, count)
             member = int32(member + further)
@@ -199,18 +184,18 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                     wait_full(shared + full, done)
                 s = load_starts(shared, done)
             while left > 0:
-                visit_stamp = visit_stamps(a, member, get(slot + word.FIRST) + n, 1 + group)
-                tile, masked = visit_of(a, visits_of(slot), n)
+                visit_stamp = w.visit_stamps(a, member, get(slot + word.FIRST) + n, 1 + group)
+                tile, masked = w.visit(a, w.visits(slot), n)
                 shift, now = int32((done & 1) * query_bytes), int32((done & 1) * (block_q * 4))
                 lse = int32(shared + lse_at + now)
                 dout = int32(shared + dout_at + shift)
                 # -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta --------------------------
                 # Both are loaded before either product is queued: otherwise the assembler makes the
                 # second load wait for the first product.
-                stamp(visit_stamp, 0)
+                w.stamp(visit_stamp, 0)
                 if not early:
                     wait_full(shared + full, done)
-                stamp(visit_stamp, 1)
+                w.stamp(visit_stamp, 1)
                 if late:
                     starts = load_columns(lse)
                 deltas = load_columns(shared + delta_at + now)
@@ -227,7 +212,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                 if carry:
                     arrive(stage(shared + free, done + 1), speaking & (left < total))
                 s = first_done(s)
-                stamp(visit_stamp, 2)
+                w.stamp(visit_stamp, 2)
                 # -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice --------------------
                 if scaled:
                     s = scale_scores(s, a.scale, a.softcap)
@@ -259,7 +244,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                     p, dp, dv = queue_dv(s, dp, dv, to_log2, lse, a.softcap, dout)
                 # the next work tile's V may be loaded
                 arrive(shared + v_free, speaking & (left == 1))
-                stamp(visit_stamp, 3)
+                w.stamp(visit_stamp, 3)
                 # -- dS^T = P^T dP^T, under dV ----------------------------------------------------
                 if has_score:
                     ds = slope_of(a, batch, head, s, score_products(p, dp), *place)
@@ -306,7 +291,7 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                 if not carry:
                     dk = all_done(dk)
                     arrive(stage(shared + free, done), speaking)
-                stamp(visit_stamp, 4)
+                w.stamp(visit_stamp, 4)
                 done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
                 if n == count:
                     member, n = int32(member + 1), int32(0)
@@ -325,8 +310,8 @@ def _consumer(kernel: Kernel, at: KeysOutside, w: SimpleNamespace, i: SimpleName
                 arrive(shared + v_free, speaking)
                 arrive(shared + k_free, speaking)
             put_gradients(a, shared, slot, kv_heads, row0, group, dk, dv)
-            leave(shared, item, speaking)
-            stamp_block(tile_stamp, True)
+            w.leave(shared, item, speaking)
+            w.stamp_block(tile_stamp, True)
             item = int32(item + 1)
         if fused:
             # the block must not exit before the copies have read its shared memory

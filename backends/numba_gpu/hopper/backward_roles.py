@@ -24,15 +24,7 @@ from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import softmax
 from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
-from flashsim.backends.numba_gpu.traversal import (
-    SLOTS,
-    constants,
-    device,
-    quotient,
-    rows_of,
-    shared_base,
-    walk_functions,
-)
+from flashsim.backends.numba_gpu.traversal import SLOTS, constants, device, quotient, shared_base
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 #: Named barriers. P is written; dS is written; dK's warpgroup has read dS; dS is written, for dQ;
@@ -46,13 +38,12 @@ def hopper_backward_roles_kernel(kernel: Kernel) -> Any:
     c = constants(kernel)
     c.cluster = 1
     at = Roles(c.block_q, c.block_k, c.d, columns_taken(c.head_dim, c.head_dim_v, 32))
-    w = walk_functions(c, every=128)  # one thread per warpgroup
-    items = item_functions(c, at, w, by_row=False)
-    produce = producer(c, at, w, items)
-    produce_statistics = statistics(c, at, w, items, start=False)
-    send_dq = sender(c, at, w, items, (_DQ_FREE, _DQ_FULL))
-    make_scores = _scores(kernel, at, w, items)
-    add_values, add_keys = (_sums(c, at, w, items, values=x) for x in (True, False))
+    w = item_functions(c, at, by_row=False)
+    produce = producer(c, at, w)
+    produce_statistics = statistics(c, at, w, start=False)
+    send_dq = sender(c, at, w, (_DQ_FREE, _DQ_FULL))
+    make_scores = _scores(kernel, at, w)
+    add_values, add_keys = (_sums(c, at, w, values=x) for x in (True, False))
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, scores, sums = ROLES_REGISTERS
     give_registers = hopper.registers(give, more=False)
@@ -88,7 +79,7 @@ def hopper_backward_roles_kernel(kernel: Kernel) -> Any:
     return hopper_backward_roles
 
 
-def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _scores(kernel: Kernel, at: Roles, w: Any) -> Any:
     """Return ``make_scores(a, shared)``, the loop of the warpgroup that computes P, dS and dQ."""
     c = constants(kernel)
     block_q, block_k, bf16 = c.block_q, c.block_k, bool(c.bf16)
@@ -103,19 +94,16 @@ def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -
     queue_scores = hopper.queue_scores(bf16, block_k, depth, rows=block_q)
     all_done = hopper.product_wait(0)
     scores_done = hopper.product_wait(1)  # dP's product may be pending
-    scale_scores = softmax.scale_scores(1, block_k, softcap)
-    mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
+    scale_scores = softmax.scale_scores(softcap)
+    mask = softmax.mask_rows(1, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, 1, block_k, by_row=True)
     assert not f.has_score, "there are no registers for a score function"
     has_mask, apply_mask, first_rows = f.has_mask, f.mask, first_rows_of(kernel)
     load_rows, keys_place = wide_gradients.load_rows, wide_gradients.keys_place
-    store_probabilities = wide_gradients.store_probabilities(bf16, block_k, softcap)
-    store_gradients = wide_gradients.store_gradients(bf16, block_k)
+    store_probabilities = wide_gradients.store_probabilities(bf16, softcap)
+    store_gradients = wide_gradients.store_gradients(bf16)
     queue_dq = wide_gradients.queue_dq(bf16, wide, block_k)
-    rows_place, stage_dq = wide_gradients.rows_place, wide_gradients.stage_rows(wide, block_q)
-    take, leave, visits_of = i.take, i.leave, i.visits
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, stamp, stamp_block = w.visit, w.stamp, w.stamp_block
+    rows_place, stage_dq = wide_gradients.rows_place, wide_gradients.stage_rows(block_q)
     get, speaks, wait = hopper.get, hopper.speaks, hopper.wait
     wait_full, arrive = hopper.wait_full, hopper.arrive
     fence_shared = gradients.fence_shared
@@ -132,32 +120,32 @@ def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -
         dq_mine = rows_place(shared + dq_at)
         item, done = int32(0), int32(0)  # as in the producer
         while True:
-            slot = take(shared, item)
+            slot = w.take(shared, item)
             walk = get(slot + word.WALK)
             if walk < 0:
                 break
-            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 1)
-            stamp_block(tile_stamp, False)
+            tile_stamp = w.tile_stamps(a, walk, get(slot + word.OUTER), 1)
+            w.stamp_block(tile_stamp, False)
             member, n = int32(walk * a.group), int32(0)  # index of the query head, its visit
             left = int32(a.group * get(slot + word.COUNT))
             wait(shared + kv_full, item & 1)
             if left == 0:
                 arrive(shared + v_free, speaking)
             while left > 0:
-                visit_stamp = visit_stamps(a, member, get(slot + word.FIRST) + n, 1)
-                tile, masked = visit_of(a, visits_of(slot), n)
+                visit_stamp = w.visit_stamps(a, member, get(slot + word.FIRST) + n, 1)
+                tile, masked = w.visit(a, w.visits(slot), n)
                 now = int32((done & 1) * (block_q * 4))
                 # -- S = Q K^T and dP = dO V^T ----------------------------------------------------
-                stamp(visit_stamp, 0)
+                w.stamp(visit_stamp, 0)
                 wait_full(shared + full, done)
                 s = queue_scores(shared + q_at + (done & 1) * query_bytes, shared + k_at)
                 for chunk in range(chunks):
                     wait(shared + dout_full + 8 * chunk, done & 1)
-                stamp(visit_stamp, 1)
+                w.stamp(visit_stamp, 1)
                 dp = queue_scores(shared + dout_at, shared + v_at)
                 lse = load_rows(shared + lse_at + now)
                 s = scores_done(s)
-                stamp(visit_stamp, 2)
+                w.stamp(visit_stamp, 2)
                 # -- P = exp2(c S - lse), under dP ------------------------------------------------
                 if scaled:
                     s = scale_scores(s, a.scale, a.softcap)
@@ -182,7 +170,7 @@ def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -
                     arrive(shared + dout_free + 8 * chunk, speaking)
                 # the next work tile's V may be loaded
                 arrive(shared + v_free, speaking & (left == 1))
-                stamp(visit_stamp, 3)
+                w.stamp(visit_stamp, 3)
                 # dK's warpgroup has read the last visit's dS; this one waited for dQ
                 sums_sync(int32(_DS_FREE))
                 store_gradients(ds_mine, p, dp, delta)
@@ -195,13 +183,13 @@ def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -
                 stage_dq(dq_mine, dq)
                 fence_shared()
                 piece_full(int32(_DQ_FULL))
-                stamp(visit_stamp, 4)
+                w.stamp(visit_stamp, 4)
                 done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
                 if n == get(slot + word.COUNT):
                     member, n = int32(member + 1), int32(0)
             arrive(shared + k_free, speaking)  # the next work tile's K may be loaded
-            leave(shared, item, speaking)
-            stamp_block(tile_stamp, True)
+            w.leave(shared, item, speaking)
+            w.stamp_block(tile_stamp, True)
             item = int32(item + 1)
         sums_sync(int32(_DS_FREE))  # as many waits as arrivals
         # the block must not exit before the copies have read its shared memory
@@ -210,9 +198,7 @@ def _scores(kernel: Kernel, at: Roles, w: SimpleNamespace, i: SimpleNamespace) -
     return make_scores
 
 
-def _sums(
-    c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespace, *, values: bool
-) -> Any:
+def _sums(c: SimpleNamespace, at: Roles, w: Any, *, values: bool) -> Any:
     """Return ``add_up(a, shared)``, the loop of a warpgroup that accumulates dV^T or dK^T.
 
     With `values`, the product is dV^T = dO^T P, and otherwise dK^T = Q^T dS. Each product has 64
@@ -227,12 +213,9 @@ def _sums(
     scores_full = _P_FULL if values else _DS_FULL
     assert at.chunks == 3, "the sums are three fragments"
 
-    new_sum, queue_sum = mma_tiles.zeros(block_k // 2), wide_gradients.queue_sum(bf16, block_k)
+    new_sum, queue_sum = mma_tiles.zeros(block_k // 2), wide_gradients.queue_sum(bf16)
     first_done, second_done, last_done = (hopper.product_wait(n) for n in (2, 1, 0))
-    store_sums = wide_gradients.store_sums(bf16, block_k, rows_of(c)[values])
-    take, leave = i.take, i.leave
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    report, stamp, stamp_block = w.report, w.stamp, w.stamp_block
+    store_sums = wide_gradients.store_sums(bf16, c.value_row if values else c.key_row)
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
     wait_full, arrive = hopper.wait_full, hopper.arrive
     sums_sync, sums_arrive = hopper.named_sync(256), hopper.named_arrive(256)
@@ -245,18 +228,18 @@ def _sums(
         if not values:
             sums_arrive(int32(_DS_FREE))  # dS is free at first
         while True:
-            slot = take(shared, item)
+            slot = w.take(shared, item)
             walk = get(slot + word.WALK)
             if walk < 0:
                 break
-            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), role)
-            stamp_block(tile_stamp, False)
+            tile_stamp = w.tile_stamps(a, walk, get(slot + word.OUTER), role)
+            w.stamp_block(tile_stamp, False)
             member, n = int32(walk * a.group), int32(0)  # index of the query head, its visit
             left = int32(a.group * get(slot + word.COUNT))
             low, middle, high = new_sum(), new_sum(), new_sum()
             while left > 0:
-                visit_stamp = visit_stamps(a, member, get(slot + word.FIRST) + n, role)
-                stamp(visit_stamp, 0)
+                visit_stamp = w.visit_stamps(a, member, get(slot + word.FIRST) + n, role)
+                w.stamp(visit_stamp, 0)
                 if values:
                     wait(shared + dout_full, done & 1)
                     wait(shared + dout_full + 8, done & 1)
@@ -265,7 +248,7 @@ def _sums(
                     wait_full(shared + full, done)
                 sums_sync(int32(scores_full))
                 for number in range(1, 4):  # this warpgroup computes no scores
-                    stamp(visit_stamp, number)
+                    w.stamp(visit_stamp, number)
                 tile = int32(shared + tile_at + (done & 1) * query_bytes)
                 low = queue_sum(low, tile, scores)
                 middle = queue_sum(middle, tile + chunk_bytes, scores)
@@ -282,12 +265,11 @@ def _sums(
                 else:
                     arrive(stage(shared + free, done), speaking)
                     sums_arrive(int32(_DS_FREE))
-                stamp(visit_stamp, 4)
+                w.stamp(visit_stamp, 4)
                 done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
                 if n == get(slot + word.COUNT):
                     member, n = int32(member + 1), int32(0)
-            batch = quotient(walk, kv_heads)
-            head = int32(walk - batch * kv_heads)
+            batch, head = w.batch_and_head(walk, kv_heads)
             if values:
                 to = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
                 row_bytes, factor = a.dv_row * 2, float32(1.0)
@@ -297,9 +279,9 @@ def _sums(
             start, stop = get(slot + word.START), get(slot + word.STOP)
             stored = store_sums(to, row_bytes, low, middle, high, factor, start, stop)
             tile_count = int64(walk) * a.tiles + get(slot + word.OUTER)
-            report(a.tile_counts + tile_count * (SLOTS * 4) + counter, stored)
-            leave(shared, item, speaking)
-            stamp_block(tile_stamp, True)
+            w.report(a.tile_counts + tile_count * (SLOTS * 4) + counter, stored)
+            w.leave(shared, item, speaking)
+            w.stamp_block(tile_stamp, True)
             item = int32(item + 1)
 
     return add_up

@@ -11,7 +11,6 @@ of a CLUSTER share the visits of a work tile.
 """
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from numba import cuda
@@ -30,14 +29,7 @@ from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
 from flashsim.backends.numba_gpu.tensor import softmax
 from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
-from flashsim.backends.numba_gpu.traversal import (
-    SLOTS,
-    constants,
-    device,
-    quotient,
-    rows_of,
-    walk_functions,
-)
+from flashsim.backends.numba_gpu.traversal import SLOTS, constants, device, quotient
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 #: Named barriers: P and dS are written; each warpgroup's piece of dQ is free, and full.
@@ -48,22 +40,16 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
     """Return the kernel's Python function, with the parameters of `hopper_backward_kernel`."""
     c = constants(kernel)
     at = ColumnsDivided(c.block_q, c.block_k, c.d, bool(c.fused))
-    w = walk_functions(c, every=128)  # one thread per warpgroup
-    items = item_functions(c, at, w, by_row=False)
-    run = roles(
-        *(c, at, w, items, _consumer(kernel, at, w, items)),
+    w = item_functions(c, at, by_row=False)
+    return roles(
+        *(c, at, w, _consumer(kernel, at, w)),
         piece_barriers=(_DQ_FREE, _DQ_FULL),
         sends=at.staged,
         start=False,
     )
 
-    def hopper_backward_wide(map_q, map_k, map_v, map_dout, map_dq, a, counter):
-        run(map_q, map_k, map_v, map_dout, map_dq, a, counter)
 
-    return hopper_backward_wide
-
-
-def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _consumer(kernel: Kernel, at: ColumnsDivided, w: Any) -> Any:
     """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup."""
     c = constants(kernel)
     block_q, bf16, fused, staged = c.block_q, bool(c.bf16), bool(c.fused), at.staged
@@ -81,30 +67,27 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
     queue_scores = hopper.queue_scores(bf16, queries, depth, rows=c.block_k, of=block_q)
     all_done = hopper.product_wait(0)
     scores_done = hopper.product_wait(1)  # dP's product may be pending
-    scale_scores = softmax.scale_scores(1, queries, softcap)
-    mask = gradients.mask_columns(queries, bool(c.left), bool(c.right))
-    probabilities = wide_gradients.column_probabilities(queries, softcap)
-    score_gradients = wide_gradients.column_gradients(bf16, queries)
-    round_scores = hopper.round_operand(bf16, queries)
+    scale_scores = softmax.scale_scores(softcap)
+    mask = gradients.mask_columns(bool(c.left), bool(c.right))
+    probabilities = wide_gradients.column_probabilities(softcap)
+    score_gradients = wide_gradients.column_gradients(bf16)
+    round_scores = hopper.round_operand(bf16)
     f = fragment_functions(kernel, 1, queries, by_row=False)
     has_mask, has_score, apply_mask = f.has_mask, f.has_score, f.mask
     probabilities_of, masked_probabilities = f.probabilities, f.masked_probabilities
     slope_of, first_rows = f.slope, first_rows_of(kernel)
-    score_products = gradients.score_products(bf16, queries)
+    score_products = gradients.score_products(bf16)
     scores_place = wide_gradients.scores_place
-    store_scores = gradients.store_ds(c.block_k, queries, 64)
+    store_scores = gradients.store_ds(c.block_k, 64)
     queue_sums = wide_gradients.queue_columns(bf16, at, down=False, more=True)
     queue_dq = wide_gradients.queue_columns(bf16, at, down=True, more=False)
     groups = 2 if at.narrow else 1  # of products, for all columns of a warpgroup
     dq_done = hopper.product_wait(2 * groups)
     # Without a staged dQ: everything except dK.
     dv_done = hopper.product_wait(groups)
-    add_dq = wide_gradients.add_columns(at, rows_of(c)[0]) if fused and not staged else None
+    add_dq = wide_gradients.add_columns(at, c.key_row) if fused and not staged else None
     rows_place = wide_gradients.rows_place
-    stage_dq = wide_gradients.stage_rows(columns, block_q)
-    take, leave, visits_of = i.take, i.leave, i.visits
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
+    stage_dq = wide_gradients.stage_rows(block_q)
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
     wait_full, arrive = hopper.wait_full, hopper.arrive
     fence_shared = gradients.fence_shared
@@ -137,13 +120,13 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
         dq_mine = rows_place(shared + dq_at + group * dq_bytes)
         item, done = int32(0), int32(0)  # as in the producer
         while True:
-            slot = take(shared, item)
+            slot = w.take(shared, item)
             walk = get(slot + word.WALK)
             if walk < 0:
                 break
             count = get(slot + word.COUNT)
-            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
-            stamp_block(tile_stamp, False)
+            tile_stamp = w.tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
+            w.stamp_block(tile_stamp, False)
             member = int32(walk * a.group)  # index of the query head
             further, n, total = share(a.group, count)
             member = int32(member + further)
@@ -151,21 +134,21 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
             dk, dv = new_sums(), new_sums()
             wait(shared + kv_full, item & 1)
             while left > 0:
-                visit_stamp = visit_stamps(a, member, get(slot + word.FIRST) + n, 1 + group)
-                tile, masked = visit_of(a, visits_of(slot), n)
+                visit_stamp = w.visit_stamps(a, member, get(slot + word.FIRST) + n, 1 + group)
+                tile, masked = w.visit(a, w.visits(slot), n)
                 shift, now = int32((done & 1) * query_bytes), int32((done & 1) * (block_q * 4))
                 turn = int32((done & 1) * scores_bytes)
                 # -- S^T = K Q^T and dP^T = V dO^T, queued after the last visit's products --------
-                stamp(visit_stamp, 0)
+                w.stamp(visit_stamp, 0)
                 wait_full(shared + full, done)
-                stamp(visit_stamp, 1)
+                w.stamp(visit_stamp, 1)
                 lse = load_columns(shared + lse_at + now + mine * 4)
                 deltas = load_columns(shared + delta_at + now + mine * 4)
                 s = queue_scores(k, shared + q_at + shift + mine * 128)
                 dp = queue_scores(v, shared + dout_at + shift + mine * 128)
                 s = scores_done(s)  # and dV and dK of the last visit
                 arrive(stage(shared + free, done + 1), speaking & (left < total))
-                stamp(visit_stamp, 2)
+                w.stamp(visit_stamp, 2)
                 # -- P^T = exp2(c S^T - lse), under dP --------------------------------------------
                 if scaled:
                     s = scale_scores(s, a.scale, a.softcap)
@@ -198,7 +181,7 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
                 # has passed.
                 store_scores(p_mine + turn, p)
                 dp = all_done(dp)
-                stamp(visit_stamp, 3)
+                w.stamp(visit_stamp, 3)
                 # -- dS^T = P^T (dP^T - delta) ----------------------------------------------------
                 if has_score:
                     ds = score_products(p, wide_gradients.add_to_columns(dp, deltas))
@@ -231,8 +214,8 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
                         rows = int32(get(slot + word.END) - query)
                         added = add_dq(a.dq_acc + row * dq_row_bytes, dq, rows, group)
                         number = int64(member) * a.n_visits + get(slot + word.FIRST) + n
-                        report(a.visit_counts + number * (SLOTS * 4) + 16, added)
-                stamp(visit_stamp, 4)
+                        w.report(a.visit_counts + number * (SLOTS * 4) + 16, added)
+                w.stamp(visit_stamp, 4)
                 done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
                 if n == count:
                     member, n = int32(member + 1), int32(0)
@@ -243,8 +226,8 @@ def _consumer(kernel: Kernel, at: ColumnsDivided, w: SimpleNamespace, i: SimpleN
             arrive(shared + v_free, speaking)
             arrive(shared + k_free, speaking)
             put_gradients(a, shared, slot, kv_heads, row0, group, dk, dv)
-            leave(shared, item, speaking)
-            stamp_block(tile_stamp, True)
+            w.leave(shared, item, speaking)
+            w.stamp_block(tile_stamp, True)
             item = int32(item + 1)
         if staged:
             # the block must not exit before the copies have read its shared memory

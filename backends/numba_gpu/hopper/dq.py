@@ -24,15 +24,7 @@ from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import softmax
 from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
-from flashsim.backends.numba_gpu.traversal import (
-    SLOTS,
-    constants,
-    device,
-    quotient,
-    rows_of,
-    shared_base,
-    walk_functions,
-)
+from flashsim.backends.numba_gpu.traversal import SLOTS, constants, device, quotient, shared_base
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 
@@ -46,9 +38,8 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
     """
     c = constants(kernel)
     at = DqAlone(c.block_q, c.block_k, c.d)
-    w = walk_functions(c, every=128)  # one thread per warpgroup
-    items = item_functions(c, at, w)
-    produce, consume = _producer(c, at, w, items), _consumer(kernel, at, w, items)
+    w = item_functions(c, at)
+    produce, consume = _producer(c, at, w), _consumer(kernel, at, w)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = registers(at.groups)
     give_registers = hopper.registers(give, more=False)
@@ -72,9 +63,9 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
     return hopper_dq
 
 
-def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _producer(c: SimpleNamespace, at: DqAlone, w: Any) -> Any:
     """Return the producer ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``."""
-    block_k, pieces, visit_words = c.block_k, at.pieces, i.visit_words
+    block_k, pieces = c.block_k, at.pieces
     row_bytes, row_bytes_v, packed = c.counted * 2, c.counted_v * 2, bool(c.varlen)
     q_at, dout_at, k_at, v_at, _ = map(at.region, at.regions)
     own_bytes, key_bytes = at.own_bytes, at.key_bytes
@@ -84,9 +75,6 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     expect_own, expect_keys = hopper.expect(2 * own_bytes), hopper.expect(2 * key_bytes)
     copy_own = hopper.copy_tile(64, at.chunks, packed=packed)
     copy_keys = hopper.copy_tile(block_k, at.chunks, packed=packed)
-    write_item, after, visits_of, place_rows = i.write, i.after, i.visits, i.place
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
     wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
 
@@ -99,18 +87,15 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
             wait(shared + own_free + piece * 8, (item & 1) ^ 1)
             barrier = int32(shared + own_full + piece * 8)
             expect_own(barrier)
-            row, last = place_rows(
-                get(slot + word.START) + 64 * piece, get(slot + word.STOP), batch
-            )
+            row, last = w.place(get(slot + word.START) + 64 * piece, get(slot + word.STOP), batch)
             shift = int32(piece * own_bytes)
             copy_own(shared + q_at + shift, map_address(map_q), barrier, row, head, last)
             copy_own(shared + dout_at + shift, map_address(map_dout), barrier, row, head, last)
             piece = int32(piece + 1)
-        number = int64(get(slot + word.WALK)) * a.tiles + get(slot + word.OUTER)
-        tile_count = a.tile_counts + number * (SLOTS * 4)
+        tile_count = w.tile_count(a, get(slot + word.WALK), get(slot + word.OUTER))
         rows = int32(get(slot + word.STOP) - get(slot + word.START))
-        report_one(tile_count, int32(rows * row_bytes))
-        report_one(tile_count + 4, int32(rows * row_bytes_v))
+        w.report_one(tile_count, int32(rows * row_bytes))
+        w.report_one(tile_count + 4, int32(rows * row_bytes_v))
 
     @device
     def produce(map_q, map_k, map_v, map_dout, a, counter, shared):
@@ -124,43 +109,41 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
                 put(slot + word.WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
-            write_item(a, slot, number)
+            w.write(a, slot, number)
             arrive(stage(shared + item_full, item), True)  # releases the work tile to its readers
             walk, count = get(slot + word.WALK), get(slot + word.COUNT)
-            batch = quotient(walk, a.heads)
-            head = int32(walk - batch * a.heads)
+            batch, head = w.batch_and_head(walk, a.heads)
             kv_head = quotient(head, a.group)
-            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 0)
-            visit_stamp = visit_stamps(a, walk, get(slot + word.FIRST), 0)
-            visit_count = int64(walk) * a.n_visits + get(slot + word.FIRST)
-            visit_count = a.visit_counts + visit_count * (SLOTS * 4)
-            stamp_block(tile_stamp, False)
+            tile_stamp = w.tile_stamps(a, walk, get(slot + word.OUTER), 0)
+            visit_stamp = w.visit_stamps(a, walk, get(slot + word.FIRST), 0)
+            visit_count = w.visit_count(a, walk, get(slot + word.FIRST), 0)
+            w.stamp_block(tile_stamp, False)
             bring_own(map_q, map_dout, a, shared, slot, item, head, batch)
             n = int32(0)
             while n < count:
-                tile, _ = visit_of(a, visits_of(slot), n)
+                tile, _ = w.visit(a, w.visits(slot), n)
                 key = int32(get(slot + word.BASE) + tile * block_k)
-                stamp(visit_stamp, n * visit_words)
+                w.stamp(visit_stamp, n * w.visit_words)
                 wait_free(shared + free, done)  # its last readers are done
-                stamp(visit_stamp, n * visit_words + 1)
+                w.stamp(visit_stamp, n * w.visit_words + 1)
                 barrier = stage(shared + full, done)
                 expect_keys(barrier)
-                row, last = place_rows(key, get(slot + word.END), batch)
+                row, last = w.place(key, get(slot + word.END), batch)
                 shift = int32((done & 1) * key_bytes)
                 copy_keys(shared + k_at + shift, map_address(map_k), barrier, row, kv_head, last)
                 copy_keys(shared + v_at + shift, map_address(map_v), barrier, row, kv_head, last)
-                stamp(visit_stamp, n * visit_words + 4)
+                w.stamp(visit_stamp, n * w.visit_words + 4)
                 keys = int32(min(block_k, get(slot + word.END) - key))
-                report_one(visit_count + n * (SLOTS * 4), int32(keys * row_bytes))
-                report_one(visit_count + n * (SLOTS * 4) + 4, int32(keys * row_bytes_v))
+                w.report_one(visit_count + n * (SLOTS * 4), int32(keys * row_bytes))
+                w.report_one(visit_count + n * (SLOTS * 4) + 4, int32(keys * row_bytes_v))
                 done, n = int32(done + 1), int32(n + 1)
-            stamp_block(tile_stamp, True)
-            item, number = int32(item + 1), after(a, counter)
+            w.stamp_block(tile_stamp, True)
+            item, number = int32(item + 1), w.after(a, counter)
 
     return produce
 
 
-def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _consumer(kernel: Kernel, at: DqAlone, w: Any) -> Any:
     """Return ``consume(a, shared, group)``, the loop with which a warpgroup computes dQ."""
     c = constants(kernel)
     block_k, d = c.block_k, c.d
@@ -175,37 +158,32 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
     # -- Fragments
     new_dq = mma_tiles.zeros(d // 2)
     queue_scores = hopper.queue_scores(bf16, keys, d, of=block_k)  # also for dP
-    queue_dq = hopper.queue_output(bf16, d, keys, of=block_k)
+    queue_dq = hopper.queue_output(bf16, of=block_k)
     all_done = hopper.product_wait(0)
     scores_done = hopper.product_wait(1)  # dP's product may be pending
-    scale_scores = softmax.scale_scores(1, keys, softcap)
-    mask = softmax.mask_rows(1, keys, bool(c.left), bool(c.right))
+    scale_scores = softmax.scale_scores(softcap)
+    mask = softmax.mask_rows(1, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, 1, keys, by_row=True)
     has_mask, has_score, apply_score, apply_mask = f.has_mask, f.has_score, f.score, f.mask
     slope_of, first_rows = f.slope_alone, first_rows_of(kernel)
     # With a score function, the softcap's slope is part of `slope_of`.
-    probabilities = gradients.row_probabilities(keys, softcap and not has_score)
-    round_scores = hopper.round_operand(bf16, keys)
-    store_dq = hopper.store_output(bf16, d, rows_of(c)[0])
-    take, leave, visits_of, visit_words = i.take, i.leave, i.visits, i.visit_words
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
+    probabilities = gradients.row_probabilities(softcap and not has_score)
+    round_scores = hopper.round_operand(bf16)
+    store_dq = hopper.store_output(bf16, c.key_row)
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
     wait_full, arrive = hopper.wait_full, hopper.arrive
-    wait_for_what_ran_before = w.wait_for_what_ran_before
 
     @device
     def store(a, slot, query, dq, row_bytes, stop):
         """Store dQ (times the scale) from registers to HBM."""
         walk = get(slot + word.WALK)
-        batch = quotient(walk, a.heads)
-        head = int32(walk - batch * a.heads)
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
+        batch, head = w.batch_and_head(walk, a.heads)
+        tile_count = w.tile_count(a, walk, get(slot + word.OUTER))
         to, factors = a.dq_data + (batch * a.dq_batch + head * a.dq_head) * 2, (a.scale, a.scale)
         stored = store_dq(to, a.dq_row * 2, dq, factors, query, stop)
-        report(tile_count + 8, row_bytes)
-        report(tile_count + 12, row_bytes)
-        report(tile_count + 16, stored)
+        w.report(tile_count + 8, row_bytes)
+        w.report(tile_count + 12, row_bytes)
+        w.report(tile_count + 16, stored)
 
     @device
     def consume(a, shared, group):
@@ -220,16 +198,16 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
         k, v = int32(shared + k_at + my_key * 128), int32(shared + v_at + my_key * 128)
         item, done = int32(0), int32(0)  # as in the producer
         while True:
-            slot = take(shared, item)
+            slot = w.take(shared, item)
             walk = get(slot + word.WALK)
             if walk < 0:
                 break
-            steps = visits_of(slot)
+            steps = w.visits(slot)
             first, count = steps[0], steps[1]
             query = int32(get(slot + word.START) + row0)
-            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
-            visit_stamp = visit_stamps(a, walk, first, 1 + group)
-            stamp_block(tile_stamp, False)
+            tile_stamp = w.tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
+            visit_stamp = w.visit_stamps(a, walk, first, 1 + group)
+            w.stamp_block(tile_stamp, False)
             own = int64(walk) * a.n_q * 4
             lse, delta, row_bytes = gradients.own_statistics(
                 a.lse + own, a.delta + own, query, get(slot + word.STOP)
@@ -238,20 +216,19 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
             wait(shared + own_full + part * 8, item & 1)
             n = int32(0)
             while n < count:
-                tile, masked = visit_of(a, steps, n)
+                tile, masked = w.visit(a, steps, n)
                 shift = int32((done & 1) * key_bytes)
-                stamp(visit_stamp, n * visit_words)
+                w.stamp(visit_stamp, n * w.visit_words)
                 wait_full(shared + full, done)
-                stamp(visit_stamp, n * visit_words + 1)
+                w.stamp(visit_stamp, n * w.visit_words + 1)
                 s = queue_scores(q, k + shift)
                 dp = queue_scores(dout, v + shift)
                 s = scores_done(s)
-                stamp(visit_stamp, n * visit_words + 2)
+                w.stamp(visit_stamp, n * w.visit_words + 2)
                 if scaled:
                     s = scale_scores(s, a.scale, a.softcap)
                 if has_score or has_mask:
-                    batch = quotient(walk, a.heads)
-                    head = int32(walk - batch * a.heads)
+                    batch, head = w.batch_and_head(walk, a.heads)
                     q_first, k_first = first_rows(a, get(slot + word.OUTER))  # of the sequence
                     q_pos = query - q_first
                     k_pos = get(slot + word.BASE) + tile * block_k + my_key - k_first
@@ -267,14 +244,14 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
                     if has_mask:
                         t = apply_mask(a, batch, head, t, *place)
                 p = probabilities(t, lse, to_log2, a.softcap)
-                stamp(visit_stamp, n * visit_words + 3)
+                w.stamp(visit_stamp, n * w.visit_words + 3)
                 dp = all_done(dp)
                 ds = gradients.row_gradients(p, dp, delta)
                 if has_score:
                     ds = slope_of(a, batch, head, s, ds, *place)
                 dq = all_done(queue_dq(dq, round_scores(ds), k + shift))
                 arrive(stage(shared + free, done), speaking)
-                stamp(visit_stamp, n * visit_words + 4)
+                w.stamp(visit_stamp, n * w.visit_words + 4)
                 done, n = int32(done + 1), int32(n + 1)
             # the next work tile's Q and dO may be loaded
             arrive(shared + own_free + part * 8, speaking)
@@ -284,12 +261,12 @@ def _consumer(kernel: Kernel, at: DqAlone, w: SimpleNamespace, i: SimpleNamespac
                 if group == 1:
                     stop, row_bytes = int32(0), int32(0)
             store(a, slot, query, dq, row_bytes, stop)
-            leave(shared, item, speaking)
-            stamp_block(tile_stamp, True)
+            w.leave(shared, item, speaking)
+            w.stamp_block(tile_stamp, True)
             item = int32(item + 1)
         # dK and dV, which this kernel does not read, are computed at the same time: their kernel
         # let this one start when delta was complete (`kv_outer.statistics`). But a kernel that
         # waits for this one waits for both.
-        wait_for_what_ran_before()
+        w.wait_for_what_ran_before()
 
     return consume

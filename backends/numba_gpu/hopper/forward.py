@@ -20,21 +20,9 @@ from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, OnChip, registers
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import output, softmax
-from flashsim.backends.numba_gpu.tensor.functions import (
-    first_rows_of,
-    fragment_functions,
-    sink_of,
-)
+from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions, sink_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
-from flashsim.backends.numba_gpu.traversal import (
-    SLOTS,
-    constants,
-    device,
-    quotient,
-    rows_of,
-    shared_base,
-    walk_functions,
-)
+from flashsim.backends.numba_gpu.traversal import SLOTS, constants, device, quotient, shared_base
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 
@@ -47,9 +35,8 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     """
     c = constants(kernel)
     at = OnChip(c.block_q, c.block_k, c.d, c.dv, c.stages)
-    w = walk_functions(c, every=128)  # one thread per warpgroup
-    items = item_functions(c, at, w)
-    produce, consume = _producer(c, at, w, items), _consumer(kernel, at, w, items)
+    w = item_functions(c, at)
+    produce, consume = _producer(c, at, w), _consumer(kernel, at, w)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = registers(at.groups)
     give_registers = hopper.registers(give, more=False)
@@ -73,9 +60,9 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     return hopper_forward
 
 
-def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _producer(c: SimpleNamespace, at: OnChip, w: Any) -> Any:
     """Return ``produce(map_q, map_k, map_v, a, counter, shared)``, the producer's loop."""
-    block_k, groups, visit_words = c.block_k, at.groups, i.visit_words
+    block_k, groups = c.block_k, at.groups
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
     k_full, k_free = at.barrier("k_full"), at.barrier("k_free")
     v_full, v_free = at.barrier("v_full"), at.barrier("v_free")
@@ -87,15 +74,11 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     copy_k = hopper.copy_tile(block_k, at.chunks, packed=packed)
     copy_v = hopper.copy_tile(block_k, at.chunks_v, packed=packed)
     ring = hopper.Ring(at.stages)
-    bring_k = _bring(at.region("k"), at.k_bytes, copy_k, ring.place, i.place)
-    bring_v = _bring(at.region("v"), at.v_bytes, copy_v, ring.place, i.place)
+    bring_k = _bring(at.region("k"), at.k_bytes, copy_k, ring.place, w)
+    bring_v = _bring(at.region("v"), at.v_bytes, copy_v, ring.place, w)
     after_tile, tile_free, tile_barrier = ring.after, ring.wait_free, ring.stage
-    write_item, after, visits_of, place_rows = i.write, i.after, i.visits, i.place
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
     wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
-    wait_for_what_ran_before = w.wait_for_what_ran_before
 
     @device
     def bring_q(map_q, a, shared, slot, start, item, head, batch):
@@ -106,7 +89,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
             barrier = int32(shared + q_full + group * 8)
             expect_q(barrier)
             to, row = int32(shared + group * q_bytes), int32(start + 64 * group)
-            row, last = place_rows(row, get(slot + word.STOP), batch)
+            row, last = w.place(row, get(slot + word.STOP), batch)
             copy_q(to, map_address(map_q), barrier, row, head, last)
             group = int32(group + 1)
 
@@ -116,7 +99,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
         # `last`.
         item, now, number = int32(0), int32(0), int32(cuda.blockIdx.x)
         # the previous kernel may have written Q, K and V, and used the counter
-        wait_for_what_ran_before()
+        w.wait_for_what_ran_before()
         while True:
             slot = int32(shared + items + (item & 1) * ITEM)
             # every warp is done with the slot's previous work tile
@@ -125,55 +108,51 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                 put(slot + word.WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
-            write_item(a, slot, number)
+            w.write(a, slot, number)
             arrive(stage(shared + item_full, item), True)  # releases the work tile to its readers
             walk, base, count = get(slot + word.WALK), get(slot + word.BASE), get(slot + word.COUNT)
-            batch = quotient(walk, a.heads)
-            head = int32(walk - batch * a.heads)
+            batch, head = w.batch_and_head(walk, a.heads)
             kv_head = quotient(head, a.group)
-            tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (
-                SLOTS * 4
-            )
-            visit_count = int64(walk) * a.n_visits + get(slot + word.FIRST)
-            visit_count = a.visit_counts + visit_count * (SLOTS * 4)
-            visit_stamp = visit_stamps(a, walk, get(slot + word.FIRST), 0)
-            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 0)
-            stamp_block(tile_stamp, False)
+            tile_count = w.tile_count(a, walk, get(slot + word.OUTER))
+            visit_count = w.visit_count(a, walk, get(slot + word.FIRST), 0)
+            visit_stamp = w.visit_stamps(a, walk, get(slot + word.FIRST), 0)
+            tile_stamp = w.tile_stamps(a, walk, get(slot + word.OUTER), 0)
+            w.stamp_block(tile_stamp, False)
             n, last = int32(0), now
             while n <= count:  # in the order in which consumers need them: K0 Q, K1 V0, ...
                 if n < count:
-                    tile, _ = visit_of(a, visits_of(slot), n)
+                    tile, _ = w.visit(a, w.visits(slot), n)
                     key = int32(base + tile * block_k)
                     barrier = tile_barrier(shared + k_full, now)
-                    stamp(visit_stamp, n * visit_words)
+                    w.stamp(visit_stamp, n * w.visit_words)
                     tile_free(shared + k_free, now)  # its last reader is done
-                    stamp(visit_stamp, n * visit_words + 1)
+                    w.stamp(visit_stamp, n * w.visit_words + 1)
                     bring_k(map_k, a, shared, slot, barrier, now, key, kv_head, batch)
                     moved = int32(min(block_k, get(slot + word.END) - key) * row_bytes)
-                    report_one(visit_count + n * (SLOTS * 4), moved)
+                    w.report_one(visit_count + n * (SLOTS * 4), moved)
                 if n > 0:
-                    tile, _ = visit_of(a, visits_of(slot), n - 1)
+                    tile, _ = w.visit(a, w.visits(slot), n - 1)
                     key = int32(base + tile * block_k)
                     barrier = tile_barrier(shared + v_full, last)
                     tile_free(shared + v_free, last)  # its last reader is done
                     bring_v(map_v, a, shared, slot, barrier, last, key, kv_head, batch)
-                    stamp(visit_stamp, (n - 1) * visit_words + 4)
+                    w.stamp(visit_stamp, (n - 1) * w.visit_words + 4)
                     moved = int32(min(block_k, get(slot + word.END) - key) * row_bytes_v)
-                    report_one(visit_count + n * (SLOTS * 4) - (SLOTS * 4 - 4), moved)
+                    w.report_one(visit_count + n * (SLOTS * 4) - (SLOTS * 4 - 4), moved)
                 else:
                     start = get(slot + word.START)
                     bring_q(map_q, a, shared, slot, start, item, head, batch)
-                    report_one(tile_count, int32((get(slot + word.STOP) - start) * row_bytes))
+                    w.report_one(tile_count, int32((get(slot + word.STOP) - start) * row_bytes))
                 if n < count:
                     last, now = now, after_tile(now)
                 n = int32(n + 1)
-            stamp_block(tile_stamp, True)
-            item, number = int32(item + 1), after(a, counter)
+            w.stamp_block(tile_stamp, True)
+            item, number = int32(item + 1), w.after(a, counter)
 
     return produce
 
 
-def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
+def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, w: Any) -> Any:
     """Return a function that starts to copy a tile of K or V to a stage of the ring buffer.
 
     `position` selects the stage (see `Ring`), and `key` is the tile's first key. The mbarrier
@@ -186,13 +165,13 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) ->
     def bring(tensor_map, a, shared, slot, barrier, position, key, head, batch):
         expect(barrier)
         to = int32(shared + ring + stage_of(position) * nbytes)
-        row, last = place_rows(key, get(slot + word.END), batch)
+        row, last = w.place(key, get(slot + word.END), batch)
         copy(to, map_address(tensor_map), barrier, row, head, last)
 
     return bring
 
 
-def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def _consumer(kernel: Kernel, at: OnChip, w: Any) -> Any:
     """Return ``consume(a, shared, group)``, a warpgroup's loop with 64 rows per work tile."""
     c = constants(kernel)
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
@@ -209,20 +188,17 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
     new_o, new_sum = mma_tiles.zeros(dv // 2), mma_tiles.zeros(2)
     new_max = mma_tiles.full(2, NEG_INF)
     queue_scores = hopper.queue_scores(bf16, block_k, d)
-    queue_output = hopper.queue_output(bf16, dv, block_k)
+    queue_output = hopper.queue_output(bf16)
     all_done = hopper.product_wait(0)
     scores_first = hopper.product_wait(1)  # the output's product, queued later, may be pending
-    scale_scores = softmax.scale_scores(1, block_k, softcap)
-    mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
+    scale_scores = softmax.scale_scores(softcap)
+    mask = softmax.mask_rows(1, bool(c.left), bool(c.right))
     f = fragment_functions(kernel, 1, block_k, by_row=True)
     has_mask, has_score, apply_score, apply_mask = f.has_mask, f.has_score, f.score, f.mask
     first_rows = first_rows_of(kernel)
     sinks, sink_of_head = kernel.sinks, sink_of(kernel)
-    round_operand = hopper.round_operand(bf16, block_k)
-    store_output = hopper.store_output(bf16, dv, rows_of(c)[1])
-    take, leave, visits_of, visit_words = i.take, i.leave, i.visits, i.visit_words
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
+    round_operand = hopper.round_operand(bf16)
+    store_output = hopper.store_output(bf16, c.value_row)
     get, speaks, wait, arrive = hopper.get, hopper.speaks, hopper.wait, hopper.arrive
     arrive_behind = hopper.arrive_behind
     ring = hopper.Ring(at.stages)
@@ -232,13 +208,12 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
     @device
     def shaped(s, a, slot, steps, n, query):
         """Return visit n's masked scores; they are scaled unless the exponentials do that."""
-        tile, masked = visit_of(a, steps, n)
+        tile, masked = w.visit(a, steps, n)
         if scaled:
             s = scale_scores(s, a.scale, a.softcap)
         if has_score or has_mask:
             walk = get(slot + word.WALK)
-            batch = quotient(walk, a.heads)
-            head = int32(walk - batch * a.heads)
+            batch, head = w.batch_and_head(walk, a.heads)
             q_first, k_first = first_rows(a, get(slot + word.OUTER))  # of the packed sequence
             q_pos, q_last = query - q_first, get(slot + word.STOP) - 1 - q_first
             k_pos = get(slot + word.BASE) + tile * block_k - k_first
@@ -257,17 +232,17 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
     def store(a, slot, query, o, m, l, to_log2):
         """Store O / l and the log-sum-exp m + log l from registers to HBM."""
         walk, outer, stop = get(slot + word.WALK), get(slot + word.OUTER), get(slot + word.STOP)
-        batch = quotient(walk, a.heads)
-        head = int32(walk - batch * a.heads)
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
+        batch, head = w.batch_and_head(walk, a.heads)
+        tile_count = w.tile_count(a, walk, outer)
         if sinks:
             sink = sink_of_head(a, head)
             inverse, lse = softmax.finish_rows_with_sink(m, l, to_log2 * float32(1 / LOG2E), sink)
         else:
             inverse, lse = softmax.finish_rows(m, l, to_log2 * float32(1 / LOG2E))
-        report(tile_count + 8, output.store_rows(a.lse + int64(walk) * a.n_q * 4, lse, query, stop))
+        to = a.lse + int64(walk) * a.n_q * 4
+        w.report(tile_count + 8, output.store_rows(to, lse, query, stop))
         out = a.o_data + (batch * a.o_batch + head * a.o_head) * 2
-        report(tile_count + 4, store_output(out, a.o_row * 2, o, inverse, query, stop))
+        w.report(tile_count + 4, store_output(out, a.o_row * 2, o, inverse, query, stop))
 
     @device
     def consume(a, shared, group):
@@ -281,43 +256,43 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
             pass_turn(next_turn)  # warpgroup 0 goes first
         item, now = int32(0), int32(0)  # as in the producer
         while True:
-            slot = take(shared, item)
+            slot = w.take(shared, item)
             walk = get(slot + word.WALK)
             if walk < 0:
                 break
-            steps = visits_of(slot)
+            steps = w.visits(slot)
             first, count = steps[0], steps[1]
             query = int32(get(slot + word.START) + row0)
             outer = get(slot + word.OUTER)
-            tile_stamp = tile_stamps(a, walk, outer, 1 + group)
-            visit_stamp = visit_stamps(a, walk, first, 1 + group)
-            stamp_block(tile_stamp, False)
+            tile_stamp = w.tile_stamps(a, walk, outer, 1 + group)
+            visit_stamp = w.visit_stamps(a, walk, first, 1 + group)
+            w.stamp_block(tile_stamp, False)
             o, m, l = new_o(), new_max(), new_sum()
             alpha = l
             wait(shared + q_full + group * 8, item & 1)
             if count > 0:
                 # -- The first visit: scores and softmax ----------------------------------------
-                stamp(visit_stamp, 0)
+                w.stamp(visit_stamp, 0)
                 wait_full(shared + k_full, now)
-                stamp(visit_stamp, 1)
+                w.stamp(visit_stamp, 1)
                 s = all_done(queue_scores(q, shared + k_at + stage_number(now) * k_bytes))
                 arrive(stage(shared + k_free, now), speaking)
                 # The last scores are complete: the next work tile's Q may be loaded.
                 arrive(shared + q_free + group * 8, speaking and count == 1)
-                stamp(visit_stamp, 2)
+                w.stamp(visit_stamp, 2)
                 s = shaped(s, a, slot, steps, int32(0), query)
                 m = softmax.row_max(m, s)
                 base = softmax.softmax_base(m, to_log2)
                 s, l = softmax.exponentials(s, base, l, l, to_log2)
                 p = round_operand(s)
-                stamp(visit_stamp, 3)
+                w.stamp(visit_stamp, 3)
                 n = int32(1)
                 # A visit's K is waited for at the end of the previous visit: arithmetic hides the
                 # wait and the computation of K's address.
                 if count > 1:
-                    stamp(visit_stamp, visit_words)
+                    w.stamp(visit_stamp, w.visit_words)
                     wait_full(shared + k_full, after(now))
-                    stamp(visit_stamp, visit_words + 1)
+                    w.stamp(visit_stamp, w.visit_words + 1)
                 while n < count:
                     # The scores of visit n and the output of visit n - 1 are queued together. The
                     # softmax of n then runs while the tensor cores compute that output and,
@@ -334,7 +309,7 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
                         pass_turn(next_turn)
                     s = scores_first(queued)
                     arrive(shared + q_free + group * 8, speaking and n == count - 1)
-                    stamp(visit_stamp, n * visit_words + 2)
+                    w.stamp(visit_stamp, n * w.visit_words + 2)
                     s = shaped(s, a, slot, steps, n, query)
                     top, again = softmax.row_max_of_bits(m, s)
                     if again:
@@ -342,9 +317,9 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
                     s, l, alpha = softmax.row_by_row(m, top, s, l, to_log2)
                     m = top
                     arrive_behind(stage(shared + k_free, now), speaking, alpha[1])
-                    stamp(visit_stamp, n * visit_words + 3)
+                    w.stamp(visit_stamp, n * w.visit_words + 3)
                     o = all_done(growing)
-                    stamp(visit_stamp, (n - 1) * visit_words + 4)
+                    w.stamp(visit_stamp, (n - 1) * w.visit_words + 4)
                     arrive(stage(shared + v_free, last), speaking)
                     p = round_operand(s)
                     if not late:
@@ -352,7 +327,7 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
                     n = int32(n + 1)
                     more = n < count
                     if more:
-                        stamp(visit_stamp, n * visit_words)
+                        w.stamp(visit_stamp, n * w.visit_words)
                     # After the last visit, the wait is for V, which is needed next anyway. (K's
                     # barrier may be one lap ahead by then, and waiting for it could hang.) Written
                     # so that LLVM emits a select: for `x if more else y` it emits a branch, after
@@ -364,20 +339,20 @@ def _consumer(kernel: Kernel, at: OnChip, w: SimpleNamespace, i: SimpleNamespace
                         which = following
                     wait_full(full, which)
                     if more:
-                        stamp(visit_stamp, n * visit_words + 1)
+                        w.stamp(visit_stamp, n * w.visit_words + 1)
                 # -- The last visit's output ----------------------------------------------------
                 if late:
                     o = softmax.scale_rows(o, alpha)
                 wait_full(shared + v_full, now)
                 o = all_done(queue_output(o, p, shared + v_at + stage_number(now) * v_bytes))
-                stamp(visit_stamp, (count - 1) * visit_words + 4)
+                w.stamp(visit_stamp, (count - 1) * w.visit_words + 4)
                 arrive(stage(shared + v_free, now), speaking)
                 now = after(now)
             else:
                 arrive(shared + q_free + group * 8, speaking)
             store(a, slot, query, o, m, l, to_log2)
-            leave(shared, item, speaking)
-            stamp_block(tile_stamp, True)
+            w.leave(shared, item, speaking)
+            w.stamp_block(tile_stamp, True)
             item = int32(item + 1)
 
     return consume

@@ -11,7 +11,7 @@ from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ByKeys
-from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient, rows_of
+from flashsim.backends.numba_gpu.traversal import device, quotient
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 #: A named barrier: no product of a work tile that a cluster shares reads a tile any more.
@@ -21,7 +21,7 @@ _TILES_READ = 6
 def key_gradients(
     c: SimpleNamespace,
     at: ByKeys,
-    w: SimpleNamespace,
+    w: Any,
     columns: int,
     pieces: int,
     store_sums: Any,
@@ -39,29 +39,29 @@ def key_gradients(
     tiles that it no longer needs. Each block then adds up all blocks' sums of some pieces, in the
     order of the blocks.
     """
-    k_at, report, get, (key_row, value_row) = at.region("k"), w.report, hopper.get, rows_of(c)
-    store_dk, store_dv = store_sums(key_row), store_sums(value_row)
+    k_at, get = at.region("k"), hopper.get
+    store_dk, store_dv = store_sums(c.key_row), store_sums(c.value_row)
     blocks, across = c.cluster, at.row_of_threads
     tiles_end = at.region("dout") + at.regions["dout"]
     assert blocks == 1 or columns * across <= tiles_end, "room for both"
-    lay_down, add_from = gradients.lay_down(columns, across), gradients.add_from(32, across)
+    lay_down, add_from = gradients.lay_down(across), gradients.add_from(across)
     new_piece, uncounted = mma_tiles.zeros(16), hopper.uncounted
-    store_piece_dk = hopper.store_output(bool(c.bf16), 32, key_row, later=True)
-    store_piece_dv = hopper.store_output(bool(c.bf16), 32, value_row, later=True)
+    store_piece_dk = hopper.store_output(bool(c.bf16), c.key_row, later=True)
+    store_piece_dv = hopper.store_output(bool(c.bf16), c.value_row, later=True)
     tiles_read, cluster_sync = hopper.named_sync(128 * at.groups), hopper.cluster_sync
 
     @device
     def store(a, shared, slot, kv_heads, row0, group, dk, dv):
         walk, stop = get(slot + word.WALK), get(slot + word.STOP)
-        batch = quotient(walk, kv_heads)
-        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
+        batch, head = w.batch_and_head(walk, kv_heads)
+        key = int32(get(slot + word.START) + row0)
+        tile_count = w.tile_count(a, walk, get(slot + word.OUTER))
         to = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
         factors = a.scale, a.scale
-        report(tile_count + 8, store_dk(to, a.dk_row * 2, dk, factors, key, stop, group))
+        w.report(tile_count + 8, store_dk(to, a.dk_row * 2, dk, factors, key, stop, group))
         to = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
         ones = float32(1.0), float32(1.0)
-        report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop, group))
+        w.report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop, group))
 
     @device
     def add_up(a, shared, slot, kv_heads, row0, group, dk, dv):
@@ -71,8 +71,8 @@ def key_gradients(
         lay_down(mine + columns // 2 * across, dv)
         cluster_sync()  # all blocks' sums are written
         walk, stop = get(slot + word.WALK), get(slot + word.STOP)
-        batch = quotient(walk, kv_heads)
-        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
+        batch, head = w.batch_and_head(walk, kv_heads)
+        key = int32(get(slot + word.START) + row0)
         to_dk = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
         to_dv = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
         scales, ones = (a.scale, a.scale), (float32(1.0), float32(1.0))
@@ -92,8 +92,8 @@ def key_gradients(
                 dv_bytes += store_piece_dv(to_dv, row_bytes, sums, ones, key, stop, column)
             piece = uncounted(piece + blocks)
         cluster_sync()  # the other blocks have read this block's sums
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
-        report(tile_count + 8, dk_bytes)
-        report(tile_count + 12, dv_bytes)
+        tile_count = w.tile_count(a, walk, get(slot + word.OUTER))
+        w.report(tile_count + 8, dk_bytes)
+        w.report(tile_count + 12, dv_bytes)
 
     return store if blocks == 1 else add_up

@@ -42,24 +42,23 @@ def share_of(c: SimpleNamespace) -> Any:
 def roles(
     c: SimpleNamespace,
     at: ByKeys,
-    w: SimpleNamespace,
-    i: SimpleNamespace,
+    w: Any,
     consume: Any,
     *,
     piece_barriers: tuple[int, int],
     sends: bool,
     start: bool,
 ) -> Any:
-    """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, which each block runs.
+    """Return the kernel ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``.
 
     One warpgroup produces. Every consumer warpgroup runs ``consume(a, shared, group)``, where
     `group` is its number. `piece_barriers` are two named barriers, for "dQ's staging area is free"
     and "it is full". With `sends`, two warps send dQ from shared memory to HBM. `start` is as in
     the function `statistics`.
     """
-    produce = producer(c, at, w, i)
-    produce_statistics = statistics(c, at, w, i, start=start)
-    send_dq = sender(c, at, w, i, piece_barriers)
+    produce = producer(c, at, w)
+    produce_statistics = statistics(c, at, w, start=start)
+    send_dq = sender(c, at, w, piece_barriers)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = KEYS_OUTSIDE_REGISTERS
     give_registers = hopper.registers(give, more=False)
@@ -67,7 +66,6 @@ def roles(
     warpgroup, warp_of = hopper.warpgroup, hopper.warp
     clustered, cluster_sync = c.cluster > 1, hopper.cluster_sync
 
-    @device
     def run(map_q, map_k, map_v, map_dout, map_dq, a, counter):
         shared = shared_base()
         if cuda.threadIdx.x == 0:
@@ -93,7 +91,7 @@ def roles(
     return run
 
 
-def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def producer(c: SimpleNamespace, at: ByKeys, w: Any) -> Any:
     """Return the producer ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``."""
     block_q, packed = c.block_q, bool(c.varlen)
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
@@ -113,10 +111,6 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
     if one_dout:
         dout_full, dout_free = at.barrier("dout_full"), at.barrier("dout_free")
         copy_chunks = hopper.copy_chunks(block_q, at.chunks, packed=packed)
-    first_of, stop_of, write_item, after = i.first, i.stop, i.write, i.after
-    visits_of, place_rows = i.visits, i.place
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
     wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
 
@@ -136,25 +130,25 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
     @device
     def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
         """Load Q and dO for visit n of a query head, after `done` earlier visits of this block."""
-        tile, _ = visit_of(a, visits_of(slot), n)
+        tile, _ = w.visit(a, w.visits(slot), n)
         query = int32(get(slot + word.BASE) + tile * block_q)
         number = int64(batch * a.heads + head) * a.n_visits + get(slot + word.FIRST) + n
         walk = int32(batch * a.heads + head)
-        visit_stamp = visit_stamps(a, walk, get(slot + word.FIRST) + n, 0)
-        stamp(visit_stamp, 0)
+        visit_stamp = w.visit_stamps(a, walk, get(slot + word.FIRST) + n, 0)
+        w.stamp(visit_stamp, 0)
         wait_free(shared + free, done)  # its last readers are done
-        stamp(visit_stamp, 1)
+        w.stamp(visit_stamp, 1)
         barrier = stage(shared + full, done)
         expect_q(barrier)
-        row, last = place_rows(query, get(slot + word.END), batch)
+        row, last = w.place(query, get(slot + word.END), batch)
         shift = int32((done & 1) * query_bytes)
         copy_q(shared + q_at + shift, map_address(map_q), barrier, row, head, last)
         bring_dout(map_dout, shared, barrier, done, row, head, last)
-        stamp(visit_stamp, 4)
+        w.stamp(visit_stamp, 4)
         rows = int32(min(block_q, get(slot + word.END) - query))
         visit_count = a.visit_counts + number * (SLOTS * 4)
-        report_one(visit_count, int32(rows * row_bytes))
-        report_one(visit_count + 4, int32(rows * row_bytes_v))
+        w.report_one(visit_count, int32(rows * row_bytes))
+        w.report_one(visit_count + 4, int32(rows * row_bytes_v))
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
@@ -168,7 +162,7 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
-        row, last = place_rows(start, stop, batch)
+        row, last = w.place(start, stop, batch)
         if again:
             wait(shared + v_free, parity)
         expect_kv(barrier)
@@ -181,30 +175,29 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
         keys = int32(stop - start)
         if blocks > 1 and cuda.blockIdx.x & (blocks - 1) > 0:  # counted once per cluster
             keys = int32(0)
-        report_one(tile_count, int32(keys * row_bytes))
-        report_one(tile_count + 4, int32(keys * row_bytes_v))
+        w.report_one(tile_count, int32(keys * row_bytes))
+        w.report_one(tile_count + 4, int32(keys * row_bytes_v))
 
     @device
     def produce(map_q, map_k, map_v, map_dout, a, counter, shared):
         # `item` counts the block's work tiles, `done` their visits so far.
         item, done = int32(0), int32(0)
         number, kv_heads = int32(cuda.blockIdx.x), quotient(a.heads, a.group)
-        number = int32(first_of(a) + quotient(number, blocks))
+        number = int32(w.first(a) + quotient(number, blocks))
         while True:
             slot = int32(shared + items + (item & 1) * ITEM)
             # every warp is done with the slot's previous work tile
             wait_free(shared + item_free, item)
-            if number >= stop_of(a):
+            if number >= w.stop(a):
                 put(slot + word.WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
-            write_item(a, slot, number)
+            w.write(a, slot, number)
             arrive(stage(shared + item_full, item), True)  # releases the work tile to its readers
             walk, count = get(slot + word.WALK), get(slot + word.COUNT)
-            batch = quotient(walk, kv_heads)
-            kv_head = int32(walk - batch * kv_heads)
-            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 0)
-            stamp_block(tile_stamp, False)
+            batch, kv_head = w.batch_and_head(walk, kv_heads)
+            tile_stamp = w.tile_stamps(a, walk, get(slot + word.OUTER), 0)
+            w.stamp_block(tile_stamp, False)
             # The consumers release the last work tile's stages before its V, and its V before its
             # K. So the tiles of the first visit are loaded first.
             head = int32(kv_head * a.group)
@@ -219,15 +212,13 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
                 if first:
                     bring_keys(map_k, map_v, a, shared, slot, item, kv_head, batch)
                     first = False
-            stamp_block(tile_stamp, True)
-            item, number = int32(item + 1), after(a, counter)
+            w.stamp_block(tile_stamp, True)
+            item, number = int32(item + 1), w.after(a, counter)
 
     return produce
 
 
-def statistics(
-    c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace, *, start: bool
-) -> Any:
+def statistics(c: SimpleNamespace, at: ByKeys, w: Any, *, start: bool) -> Any:
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
     For each visit, the warp loads initial values for the scores and dP. The warp arrives at the
@@ -243,12 +234,8 @@ def statistics(
     full, free = at.barrier("full"), at.barrier("free")
     load_statistics, put_rows = gradients.load_statistics(block_q), gradients.put_rows(block_q)
     unit_of_starts = gradients.unit_of_starts(start)
-    take, leave, visits_of = i.take, i.leave, i.visits
-    visit_of, report_one = w.visit, w.report_one
     get, speaks, wait_free = hopper.get, hopper.speaks, hopper.wait_free
     arrive, stage = hopper.arrive, hopper.stage
-    wait_for_what_ran_before = w.wait_for_what_ran_before
-    let_what_runs_next_start = w.let_what_runs_next_start
 
     @device
     def produce_statistics(a, shared):
@@ -256,13 +243,13 @@ def statistics(
         unit, kv_heads = unit_of_starts(a.scale), quotient(a.heads, a.group)
         # All other accesses to what the previous kernel wrote depend on these reads.
         if first:
-            wait_for_what_ran_before()
+            w.wait_for_what_ran_before()
         # Lets dQ's kernel start, whose blocks need a whole SM each. The conversion kernel is not
         # started early: its blocks would crowd on the few SMs that are idle by now.
         if lets:
-            let_what_runs_next_start()
+            w.let_what_runs_next_start()
         while True:
-            slot = take(shared, item)
+            slot = w.take(shared, item)
             if get(slot + word.WALK) < 0:
                 break
             batch, count = quotient(get(slot + word.WALK), kv_heads), get(slot + word.COUNT)
@@ -271,7 +258,7 @@ def statistics(
             member, n, left = share(a.group, count)
             walk = int32(walk + member)
             while left > 0:
-                tile, _ = visit_of(a, visits_of(slot), n)
+                tile, _ = w.visit(a, w.visits(slot), n)
                 query = int32(get(slot + word.BASE) + tile * block_q)
                 rows = int32(min(block_q, get(slot + word.END) - query))
                 row = (int64(walk) * a.n_q + query) * 4
@@ -284,26 +271,20 @@ def statistics(
                 if speaking:
                     number = int64(walk) * a.n_visits + get(slot + word.FIRST) + n
                     visit_count = a.visit_counts + number * (SLOTS * 4)
-                    report_one(visit_count + 8, int32(rows * 4))
-                    report_one(visit_count + 12, int32(rows * 4))
+                    w.report_one(visit_count + 8, int32(rows * 4))
+                    w.report_one(visit_count + 12, int32(rows * 4))
                 done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
                 if n == count:
                     walk, n = int32(walk + 1), int32(0)
-            leave(shared, item, speaking)
+            w.leave(shared, item, speaking)
             item = int32(item + 1)
         if not first:
-            wait_for_what_ran_before()
+            w.wait_for_what_ran_before()
 
     return produce_statistics
 
 
-def sender(
-    c: SimpleNamespace,
-    at: ByKeys,
-    w: SimpleNamespace,
-    i: SimpleNamespace,
-    barriers: tuple[int, int],
-) -> Any:
+def sender(c: SimpleNamespace, at: ByKeys, w: Any, barriers: tuple[int, int]) -> Any:
     """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ to HBM.
 
     The warp adds each piece of dQ that a warpgroup has written to shared memory to the accumulator
@@ -323,8 +304,6 @@ def sender(
     wait_turn, pass_turn, share = gradients.wait_turn, gradients.pass_turn, share_of(c)
     dq_free, dq_full = barriers
     piece_free, piece_full = hopper.named_arrive(160), hopper.named_sync(160)
-    take, leave, visits_of, place_rows = i.take, i.leave, i.visits, i.place
-    visit_of, report_one = w.visit, w.report_one
     get, speaks = hopper.get, hopper.speaks
     map_address, uncounted = hopper.map_address, hopper.uncounted
 
@@ -336,7 +315,7 @@ def sender(
         below = int32(further * group)  # rows of the tile above the piece
         piece_free(dq_free + group)
         while True:
-            slot = take(shared, item)
+            slot = w.take(shared, item)
             if get(slot + word.WALK) < 0:
                 break
             batch, count = quotient(get(slot + word.WALK), kv_heads), get(slot + word.COUNT)
@@ -345,7 +324,7 @@ def sender(
             member, n, left = share(a.group, count)
             head = int32(head + member)
             while left > 0:
-                tile, _ = visit_of(a, visits_of(slot), n)
+                tile, _ = w.visit(a, w.visits(slot), n)
                 query = int32(get(slot + word.BASE) + tile * block_q)
                 walk = int32(batch * a.heads + head)
                 turn = a.turns + ((int64(walk) * a.n_q + query) * 2 + group) * 4
@@ -354,7 +333,7 @@ def sender(
                     if ordered:
                         rank = read_int(a.ptr, get(slot + word.OUTER)) + n
                         wait_turn(turn, read_int(a.ranks, rank))
-                    row, last = place_rows(query + below, get(slot + word.END), batch)
+                    row, last = w.place(query + below, get(slot + word.END), batch)
                     reduce_dq(map_address(map_dq), source, column, row, head, last)
                     number = int64(walk) * a.n_visits + get(slot + word.FIRST) + n
                     rows = max(0, min(dq_rows, get(slot + word.END) - query - below))
@@ -363,7 +342,7 @@ def sender(
                         to = map_address(map_dq)
                         reduce_second(to, source + second_at, column_2, row, head, last)
                         columns += max(0, min(wide_2, counted - column_2))
-                    report_one(a.visit_counts + number * (SLOTS * 4) + 16, rows * columns * 4)
+                    w.report_one(a.visit_counts + number * (SLOTS * 4) + 16, rows * columns * 4)
                     reduce_wait()
                 cuda.syncwarp()
                 piece_free(dq_free + group)  # the piece may be overwritten
@@ -372,7 +351,7 @@ def sender(
                 left, n = uncounted(left - 1), int32(n + 1)
                 if n == count:
                     head, n = int32(head + 1), int32(0)
-            leave(shared, item, leads)
+            w.leave(shared, item, leads)
             item = int32(item + 1)
 
     return send_dq

@@ -16,7 +16,15 @@ swizzle).
 
 from llvmlite import ir
 
-from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, struct_values
+from flashsim.backends.numba_gpu.emit import (
+    F32,
+    I32,
+    I64,
+    Values,
+    asm,
+    instruction,
+    struct_values,
+)
 
 CHUNK = 64  # columns
 _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
@@ -32,7 +40,7 @@ def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
 def barrier_init_fence(b: ir.IRBuilder) -> None:
     """Make the barriers that this thread initialized visible to TMA ("fence.proxy", "membar")."""
     asm(b, "fence.mbarrier_init.release.cluster;", "", [], effects=True)
-    fence_async(b, "shared::cta")
+    fence_async(b, space="shared::cta")
 
 
 def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
@@ -41,7 +49,7 @@ def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> N
     asm(b, text, "r,r", [barrier, b.zext(condition, I32)], effects=True)
 
 
-def barrier_expect(b: ir.IRBuilder, barrier: ir.Value, count: int) -> None:
+def barrier_expect(b: ir.IRBuilder, barrier: ir.Value, *, count: int) -> None:
     """Arrive at a barrier whose phase must also receive `count` bytes ("mbarrier.arrive")."""
     text = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count};"
     asm(b, text, "r", [barrier], effects=True)
@@ -63,12 +71,12 @@ def barrier_wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
 # -- named barriers: 0 is syncthreads -------------------------------------------------------------
 
 
-def named_sync(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
+def named_sync(b: ir.IRBuilder, number: ir.Value, *, threads: int) -> None:
     """Arrive at a named barrier, and wait until `threads` threads have arrived ("bar.sync")."""
     asm(b, f"bar.sync $0, {threads};", "r", [number], effects=True, together=True)
 
 
-def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
+def named_arrive(b: ir.IRBuilder, number: ir.Value, *, threads: int) -> None:
     """Arrive at a named barrier without waiting ("bar.arrive")."""
     asm(b, f"bar.arrive $0, {threads};", "r", [number], effects=True, together=True)
 
@@ -76,18 +84,14 @@ def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
 # -- clusters of blocks ---------------------------------------------------------------------------
 
 
-def cluster_sync(b: ir.IRBuilder) -> None:
-    """Wait for all running threads of the cluster ("barrier.cluster").
-
-    After this wait, the cluster's earlier writes to shared memory are visible.
-    """
-    text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-    asm(b, text, "", [], effects=True, together=True)
-
-
-def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
-    """Return the address in block `block` that matches a shared-memory address ("mapa")."""
-    return asm(b, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [address, block], I32)
+#: ``cluster_sync(b)`` waits for all running threads of the cluster ("barrier.cluster"). After this
+#: wait, the cluster's earlier writes to shared memory are visible.
+cluster_sync = instruction(
+    "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", together=True
+)
+#: ``address_in(b, address, block)`` returns the address in block `block` that matches a
+#: shared-memory address ("mapa").
+address_in = instruction("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", I32, effects=False)
 
 
 def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
@@ -147,9 +151,8 @@ def reduce_box(
     asm(b, text, "l,r" + ",r" * rank, [tensor_map, source, *coordinates], effects=True)
 
 
-def reduce_commit(b: ir.IRBuilder) -> None:
-    """End a group of this thread's reductions ("cp.async.bulk.commit_group")."""
-    asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
+#: ``reduce_commit(b)`` ends a group of this thread's reductions ("cp.async.bulk.commit_group").
+reduce_commit = instruction("cp.async.bulk.commit_group;")
 
 
 def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
@@ -160,7 +163,7 @@ def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
     asm(b, f"cp.async.bulk.wait_group{'.read' if read else ''} 0;", "", [], effects=True)
 
 
-def fence_async(b: ir.IRBuilder, space: str) -> None:
+def fence_async(b: ir.IRBuilder, *, space: str) -> None:
     """Order this thread's accesses to `space` relative to those by TMA ("fence.proxy.async").
 
     In shared memory, this fence also covers accesses by matrix products.
@@ -171,57 +174,44 @@ def fence_async(b: ir.IRBuilder, space: str) -> None:
 # -- ordered additions: integers in HBM -----------------------------------------------------------
 
 
-def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
-    """Wait until a 32-bit integer in HBM has this value ("ld.acquire").
-
-    After the wait, writes that were released together with this value are visible.
-    """
-    text = (
-        "{.reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.u32 now, [$0]; "
-        "setp.ne.u32 p, now, $1; @p bra again;}"
-    )
-    asm(b, text, "l,r", [address, value], effects=True)
-
-
-def count_on(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Add 1 to a 32-bit integer in HBM, with release semantics ("red.release")."""
-    asm(b, "red.release.gpu.global.add.u32 [$0], 1;", "l", [address], effects=True)
-
-
-def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Increment an integer in HBM, or reset `last` to 0; return the old value ("atom")."""
-    return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
+#: ``wait_equal(b, address, value)`` waits until a 32-bit integer in HBM has this value
+#: ("ld.acquire"). After the wait, writes that were released together with this value are visible.
+wait_equal = instruction(
+    "{.reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.u32 now, [$0]; "
+    "setp.ne.u32 p, now, $1; @p bra again;}",
+    "l,r",
+)
+#: ``count_on(b, address)`` adds 1 to a 32-bit integer in HBM, with release semantics
+#: ("red.release").
+count_on = instruction("red.release.gpu.global.add.u32 [$0], 1;", "l")
+#: ``fetch_count(b, address, last)`` increments an integer in HBM, or resets `last` to 0; it returns
+#: the old value ("atom").
+fetch_count = instruction("atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", I32)
 
 
 # -- shared memory, synchronously -----------------------------------------------------------------
 
 
-def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
+def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values, *, trans: str = "") -> None:
     """Store four 8 x 8 matrices of 16-bit elements, laid out as in `ptx.ldmatrix` ("stmatrix")."""
-    text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
+    text = f"stmatrix.sync.aligned.m8n8.x4{trans}.shared::cta.b16 [$0], {{$1, $2, $3, $4}};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
 
 
 def store_transposed(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
     """Transpose four 8 x 8 matrices, and store them in the layout of `store_matrices`."""
-    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [$0], {$1, $2, $3, $4};"
-    asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
+    store_matrices(b, to, four, trans=".trans")
 
 
-def transposed(b: ir.IRBuilder, word: ir.Value) -> ir.Value:
-    """Transpose an 8 x 8 matrix whose lanes each hold two neighbours of a row ("movmatrix")."""
-    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-    return asm(b, text, "=r,r", [word], I32, effects=True, together=True)
-
-
-def store_pair(b: ir.IRBuilder, to: ir.Value, x: ir.Value, y: ir.Value) -> None:
-    """Store two neighbouring float32 in shared memory."""
-    asm(b, "st.shared.v2.f32 [$0], {$1, $2};", "r,f,f", [to, x, y], effects=True)
-
-
-def store_float(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
-    """Store a float32 in shared memory."""
-    asm(b, "st.shared.f32 [$0], $1;", "r,f", [to, value], effects=True)
+#: ``transposed(b, word)`` transposes an 8 x 8 matrix whose lanes each hold two neighbours of a row
+#: ("movmatrix").
+transposed = instruction(
+    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", I32, together=True
+)
+#: ``store_pair(b, to, x, y)`` and ``store_float(b, to, value)`` store two neighbouring float32, or
+#: one, in shared memory.
+store_pair = instruction("st.shared.v2.f32 [$0], {$1, $2};", "r,f,f")
+store_float = instruction("st.shared.f32 [$0], $1;", "r,f")
 
 
 def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
@@ -239,7 +229,7 @@ def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
 # -- registers move from one warpgroup to others --------------------------------------------------
 
 
-def registers(b: ir.IRBuilder, count: int, *, more: bool) -> None:
+def registers(b: ir.IRBuilder, *, count: int, more: bool) -> None:
     """Set the registers per thread of this warpgroup ("setmaxnreg")."""
     way = "inc" if more else "dec"
     text = f"setmaxnreg.{way}.sync.aligned.u32 {count};"

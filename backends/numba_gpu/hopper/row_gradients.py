@@ -1,13 +1,11 @@
 """Numba intrinsics for the Q-outer dQ kernel on Hopper, in which rows of scores are queries."""
 
-from typing import Any
-
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import FRAGMENT, Like, emitted, f32, floats, i32
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.mma_tiles import elements, elements_of, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import elements_of, lane_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 
 int32, int64, float32 = types.int32, types.int64, types.float32
@@ -37,25 +35,17 @@ def own_statistics(b, lse, delta, row, stop):
     return [tops, deltas, moved]
 
 
-def row_probabilities(n: int, softcap: bool) -> Any:
-    """Return ``row_probabilities(s, lse, to_log2, cap) -> p``, where P = exp2(c S - lse).
-
-    If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2.
-    """
-    kind = floats(n // 2)
-
-    @emitted(kind, kind, floats(2), float32, float32)
-    def row_probabilities_(b, s, lse, to_log2, cap):
-        minus, p = [b.fmul(x, f32(-1.0)) for x in lse], list(s)
-        inverse = ptx.reciprocal(b, cap) if softcap else None
-        for at, _, _, x in elements(1, n):
-            p[at] = ptx.exp2(b, b.fma(s[at], to_log2, minus[x // 2]))
-            if softcap:  # S may be -inf
-                t = ptx.maximum(b, b.fmul(s[at], inverse), f32(-1.0))
-                p[at] = b.fmul(p[at], b.fsub(f32(1.0), b.fmul(t, t)))
-        return p
-
-    return row_probabilities_
+@emitted(Like(0), FRAGMENT, FRAGMENT, float32, float32)
+def row_probabilities(b, s, lse, to_log2, cap, *, softcap):
+    """Return P = exp2(c S - lse); with a softcap, times its derivative, 1 - tanh^2."""
+    minus, p = [b.fmul(x, f32(-1.0)) for x in lse], list(s)
+    inverse = ptx.reciprocal(b, cap) if softcap else None
+    for at, _, _, x in elements_of(s, lse):
+        p[at] = ptx.exp2(b, b.fma(s[at], to_log2, minus[x // 2]))
+        if softcap:  # S may be -inf
+            t = ptx.maximum(b, b.fmul(s[at], inverse), f32(-1.0))
+            p[at] = b.fmul(p[at], b.fsub(f32(1.0), b.fmul(t, t)))
+    return p
 
 
 @emitted(Like(0), *[FRAGMENT] * 3)
@@ -76,11 +66,11 @@ def add_halves(b, dq, scratch, group):
     mine, total = b.add(scratch, b.shl(thread, i32(2))), list(dq)
     gives = b.icmp_unsigned("==", group, i32(1))
     for first in range(0, len(dq), 32):
-        ptx_hopper.named_sync(b, i32(1), 256)  # warpgroup 0 has read the last columns
+        ptx_hopper.named_sync(b, i32(1), threads=256)  # warpgroup 0 has read the last columns
         with b.if_then(gives):
             for e in range(32):
                 ptx_hopper.store_float(b, b.add(mine, i32(512 * e)), dq[first + e])
-        ptx_hopper.named_sync(b, i32(1), 256)  # the other half's columns are complete
+        ptx_hopper.named_sync(b, i32(1), threads=256)  # the other half's columns are complete
         for e in range(32):  # warpgroup 1's sums are not used
             other = ptx.load_shared_float(b, b.add(mine, i32(512 * e)))
             total[first + e] = b.fadd(dq[first + e], other)

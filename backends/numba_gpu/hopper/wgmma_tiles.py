@@ -5,9 +5,6 @@ are also attributes of this module. Accumulator fragments have the layout of `mm
 block of 16 rows per warp. `ptx.wgmma` says which of a warpgroup's 64 rows belong to which warp.
 """
 
-from functools import partial
-from typing import Any
-
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
@@ -20,14 +17,14 @@ from flashsim.backends.numba_gpu.emit import (
     I32,
     I64,
     Like,
+    Rounded,
     Values,
     emitted,
     floats,
     i32,
-    words,
 )
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.mma_tiles import RowWidth, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import lane_of
 
 int32, int64 = types.int32, types.int64
 _BARRIER = 8  # bytes
@@ -58,37 +55,29 @@ def speaks(b):
     return b.icmp_unsigned("==", lane_of(b), i32(0))
 
 
-def registers(count: int, *, more: bool) -> Any:
-    """Return ``registers()``, which gives each thread of the warpgroup `count` registers."""
-    return emitted(None)(partial(ptx_hopper.registers, count=count, more=more))
+#: ``registers(count, more=...)()`` gives each thread of the warpgroup `count` registers.
+registers = emitted(None)(ptx_hopper.registers)
 
 
 # -- barriers -------------------------------------------------------------------------------------
 
 
-def barriers_begin(counts: dict[int, int]) -> Any:
-    """Return ``barriers_begin(base)``, in which one thread initializes the barriers.
+@emitted(None, int32)
+def barriers_begin(b, base, *, counts):
+    """Initialize barriers, in one thread.
 
     `counts` maps a barrier's offset from `base` to the number of arrivals per phase.
     """
-
-    @emitted(None, int32)
-    def barriers_begin_(b, base):
-        for at, arrivals in counts.items():
-            ptx_hopper.barrier_init(b, b.add(base, i32(at)), arrivals)
-        ptx_hopper.barrier_init_fence(b)
-
-    return barriers_begin_
+    for at, arrivals in counts.items():
+        ptx_hopper.barrier_init(b, b.add(base, i32(at)), arrivals)
+    ptx_hopper.barrier_init_fence(b)
 
 
 #: ``wait(barrier, parity)`` and ``arrive(barrier, condition)`` are the PTX instructions.
 wait = emitted(None, int32, int32)(ptx_hopper.barrier_wait)
 arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
-
-
-def expect(count: int) -> Any:
-    """Return ``expect(barrier)``, which arrives and makes the barrier wait for `count` bytes."""
-    return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
+#: ``expect(count)(barrier)`` arrives, and makes the barrier wait for `count` bytes.
+expect = emitted(None, int32)(ptx_hopper.barrier_expect)
 
 
 class Ring:
@@ -163,16 +152,10 @@ def arrive_behind(b, barrier, condition, alpha):
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
 
 
-def named_sync(threads: int) -> Any:
-    """Return ``named_sync(barrier)``, which waits at a named barrier for `threads` threads."""
-    return emitted(None, int32)(partial(ptx_hopper.named_sync, threads=threads))
-
-
-def named_arrive(threads: int) -> Any:
-    """Return ``named_arrive(barrier)``, which arrives at a named barrier without waiting."""
-    return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
-
-
+#: ``named_sync(threads)(barrier)`` waits at a named barrier for `threads` threads, and
+#: ``named_arrive(threads)(barrier)`` arrives there without waiting.
+named_sync = emitted(None, int32)(ptx_hopper.named_sync)
+named_arrive = emitted(None, int32)(ptx_hopper.named_arrive)
 #: Ping-pong scheduling with a named barrier of two warpgroups: ``my_turn(barrier)`` waits until the
 #: previous warpgroup has queued its products; ``pass_turn(barrier)`` lets the next one queue its
 #: own.
@@ -212,57 +195,43 @@ def map_address(typing_context, tensor_map):
     return types.int64(tensor_map), generate
 
 
-def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
-    """Return ``copy_tile(to, map, barrier, row, head, batch)``, which copies a tile by TMA.
+@emitted(None, int32, int64, *[int32] * 4)
+def copy_tile(b, to, tensor_map, barrier, row, head, batch, *, rows, chunks, packed, blocks=1):
+    """Copy a tile by TMA, box by box, in the order of 64-column chunks.
 
-    The copy proceeds box by box, in the order of 64-column chunks. For `packed` sequences, tensor
-    maps have one more axis, on which every box has coordinate `ROUND`. In a cluster of `blocks`,
-    each block copies some boxes to every block's shared memory.
+    For `packed` sequences, tensor maps have one more axis, on which every box has coordinate
+    `ROUND`. In a cluster of `blocks`, each block copies some boxes to every block's shared memory.
     """
-    back = [i32(ROUND)] if packed else []
 
-    @emitted(None, int32, int64, int32, int32, int32, int32)
-    def copy_tile_(b, to, tensor_map, barrier, *coordinates):
-        row, head, batch = coordinates
+    def copy(chunk: int) -> None:
+        at, column = b.add(to, i32(chunk * rows * 128)), i32(chunk * ptx_hopper.CHUNK)
+        where = [column, row, head, *([i32(ROUND)] if packed else []), batch]
+        ptx_hopper.copy_box(b, at, tensor_map, barrier, where, blocks)
 
-        def copy(chunk: int) -> None:
-            at = b.add(to, i32(chunk * rows * 128))
-            column = i32(chunk * ptx_hopper.CHUNK)
-            where = [column, row, head, *back, batch]
-            ptx_hopper.copy_box(b, at, tensor_map, barrier, where, blocks)
-
-        if blocks > 1:
-            rank = b.and_(ptx.special(b, "ctaid.x"), i32(blocks - 1))
-        for chunk in range(chunks):
-            if blocks == 1:
+    if blocks > 1:
+        rank = b.and_(ptx.special(b, "ctaid.x"), i32(blocks - 1))
+    for chunk in range(chunks):
+        if blocks == 1:
+            copy(chunk)
+        else:
+            with b.if_then(b.icmp_unsigned("==", rank, i32(chunk % blocks))):
                 copy(chunk)
-            else:
-                with b.if_then(b.icmp_unsigned("==", rank, i32(chunk % blocks))):
-                    copy(chunk)
-
-    return copy_tile_
 
 
-def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
-    """Return a function that copies a tile by TMA, with separate barriers per chunk.
+@emitted(None, int32, int64, *[int32] * 6)
+def copy_chunks(b, to, tensor_map, full, free, parity, row, head, batch, *, rows, chunks, packed):
+    """Copy a tile by TMA, with separate barriers per chunk.
 
-    The signature is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. The copy of a
-    chunk starts when the readers of the previous tile have released it. `parity` is the parity of
-    the tile's number. `packed` is as in `copy_tile`.
+    The copy of a chunk starts when the readers of the previous tile have released it. `parity` is
+    the parity of the tile's number. `packed` is as in `copy_tile`.
     """
-    back = [i32(ROUND)] if packed else []
-
-    @emitted(None, int32, int64, *[int32] * 6)
-    def copy_chunks_(b, to, tensor_map, full, free, parity, *coordinates):
-        row, head, batch = coordinates
-        for chunk in range(chunks):
-            barrier = b.add(full, i32(chunk * _BARRIER))
-            ptx_hopper.barrier_wait(b, b.add(free, i32(chunk * _BARRIER)), b.xor(parity, i32(1)))
-            ptx_hopper.barrier_expect(b, barrier, rows * 128)
-            where = [i32(chunk * ptx_hopper.CHUNK), row, head, *back, batch]
-            ptx_hopper.copy_box(b, b.add(to, i32(chunk * rows * 128)), tensor_map, barrier, where)
-
-    return copy_chunks_
+    for chunk in range(chunks):
+        barrier = b.add(full, i32(chunk * _BARRIER))
+        ptx_hopper.barrier_wait(b, b.add(free, i32(chunk * _BARRIER)), b.xor(parity, i32(1)))
+        ptx_hopper.barrier_expect(b, barrier, count=rows * 128)
+        column, back = i32(chunk * ptx_hopper.CHUNK), [i32(ROUND)] if packed else []
+        at = b.add(to, i32(chunk * rows * 128))
+        ptx_hopper.copy_box(b, at, tensor_map, barrier, [column, row, head, *back, batch])
 
 
 #: ``uncounted(value)`` returns a loop's counter unchanged. LLVM cannot know that, so does not
@@ -273,54 +242,36 @@ uncounted = emitted(int32, int32)(ptx.again)
 # -- products -------------------------------------------------------------------------------------
 
 
-def queue_scores(
-    bf16: bool, n: int, depth: int, *, rows: int = 64, of: int = 0, more: bool = False
-) -> Any:
-    """Return ``queue_scores(q, k) -> s``, which queues S = Q K^T for 64 queries and `n` keys.
+@emitted(lambda c: floats(c.n // 2), lambda c: [*[floats(c.n // 2)] * c.more, int32, int32])
+def queue_scores(b, *operands, bf16, n, depth, rows=64, of=0, more=False):
+    """Queue S = Q K^T for 64 queries and `n` keys; the operands are the tiles of Q and K.
 
-    The caller must wait for S. The tiles of Q and K have `depth` columns. `rows` is the number of
-    rows of the Q tile in shared memory, of which 64 are used. The K tile has `of` rows (n rows if
-    `of` is 0), of which n are used. With `more`, the function is ``queue_scores(s, q, k) -> s + Q
-    K^T``.
+    The caller must wait for S. The tiles have `depth` columns. `rows` is the number of rows of the
+    Q tile in shared memory, of which 64 are used. The K tile has `of` rows (n rows if `of` is 0),
+    of which n are used. With `more`, the first operand is a fragment to which Q K^T is added.
     """
-    steps = range(depth // 16)
-    left_at = [ptx_hopper.along_row(x, rows) for x in steps]
-    right_at = [ptx_hopper.along_row(x, of or n) for x in steps]
-    kind = floats(n // 2)
-
-    @emitted(kind, *[kind] * more, int32, int32)
-    def queue_scores_(b, *operands):
-        *s, q, k = operands
-        tiles = ptx_hopper.descriptor(b, q, 0), ptx_hopper.descriptor(b, k, 0)
-        return ptx_hopper.wgmma(b, bf16, n, s[0] if more else None, *tiles, left_at, right_at)
-
-    return queue_scores_
+    *s, q, k = operands
+    tiles = ptx_hopper.descriptor(b, q, 0), ptx_hopper.descriptor(b, k, 0)
+    left_at = [ptx_hopper.along_row(x, rows) for x in range(depth // 16)]
+    right_at = [ptx_hopper.along_row(x, of or n) for x in range(depth // 16)]
+    return ptx_hopper.wgmma(b, bf16, n, s[0] if more else None, *tiles, left_at, right_at)
 
 
-def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
-    """Return ``queue_output(o, p, v) -> o``, which queues o + P V (`p`: from `round_operand`).
+@emitted(Like(0), FRAGMENT, FRAGMENT, int32)
+def queue_output(b, o, p, v, *, bf16, of=0):
+    """Queue o + P V (`p`: from `round_operand`).
 
-    The caller must wait for the product. The product uses `n` columns and `depth` rows of V. The V
-    tile has `of` rows (`depth` rows if `of` is 0).
+    The caller must wait for the product. P has one column per row of V that the product uses. The
+    V tile has `of` rows, of which the product uses the first ones, or all if `of` is 0.
     """
-
-    @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
-    def queue_output_(b, o, p, v):
-        right = ptx_hopper.descriptor(b, v, (of or depth) * 128)
-        right_at = [ptx_hopper.down_rows(x) for x in range(depth // 16)]
-        return ptx_hopper.wgmma(b, bf16, n, o, p, right, [], right_at, right_down=True)
-
-    return queue_output_
+    n, depth = 2 * len(o), 4 * len(p)
+    right = ptx_hopper.descriptor(b, v, (of or depth) * 128)
+    right_at = [ptx_hopper.down_rows(x) for x in range(depth // 16)]
+    return ptx_hopper.wgmma(b, bf16, n, o, p, right, [], right_at, right_down=True)
 
 
-def product_wait(pending: int) -> Any:
-    """Return ``product_wait(c) -> c``, which waits for all groups except the last `pending`."""
-    return emitted(Like(0), FRAGMENT)(partial(ptx_hopper.wgmma_wait, pending=pending))
-
-
-def round_operand(bf16: bool, n: int) -> Any:
-    """Return ``round_operand(s) -> p``, which rounds sums to 16-bit numbers, as a left operand."""
-    return emitted(words(n // 4), floats(n // 2))(partial(rounded, bf16=bf16))
+#: ``product_wait(pending)(c)`` waits for all groups except the last `pending`, and returns `c`.
+product_wait = emitted(Like(0), FRAGMENT)(ptx_hopper.wgmma_wait)
 
 
 def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
@@ -328,48 +279,48 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
     return [ptx.pack(b, bf16, s[x], s[x + 1]) for x in range(0, len(s), 2)]
 
 
+#: ``round_operand(bf16)(s)`` rounds sums to 16-bit numbers, as a left operand.
+round_operand = emitted(Rounded(0), FRAGMENT)(rounded)
+
+
 # -- output ---------------------------------------------------------------------------------------
 
 
-def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
-    """Return ``store_output(address, row_bytes, o, factors, row, stop) -> bytes`` for 64 rows.
+@emitted(int32, int64, int32, FRAGMENT, FRAGMENT, lambda c: [int32] * (3 if c.later else 2))
+def store_output(b, address, row_bytes, o, factors, row, stop, *begin, bf16, row_of, later=False):
+    """Round and store 64 rows of output, and return the number of bytes.
 
-    The function rounds and stores output, without rows from `stop` on and columns past the row
-    width `row_of`. `row` is the warp's first row, and `address` is the address of row 0. A quad's
-    four lanes exchange pairs of columns, so that each lane stores 16 bytes of a row. With `later`,
-    there is one more parameter: the column at which o begins.
+    Rows from `stop` on and columns past the row width `row_of` are not stored. `row` is the warp's
+    first row, and `address` is the address of row 0. A quad's four lanes exchange pairs of columns,
+    so that each lane stores 16 bytes of a row. With `later`, there is one more parameter: the
+    column at which o begins.
     """
-
-    @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))
-    def store_output_(b, address, row_bytes, o, factors, row, stop, *begin):
-        lane, stored = lane_of(b), i32(0)
-        column = b.shl(b.and_(lane, i32(3)), i32(3))
-        for first in begin:
-            column = b.add(column, first)
-        odd, high = b.trunc(lane, I1), b.trunc(b.lshr(lane, i32(1)), I1)
-        for half in range(2):
-            mine = b.add(row, b.add(b.lshr(lane, i32(2)), i32(8 * half)))
-            exists = b.icmp_signed("<", mine, stop)
-            far = b.mul(b.sext(mine, I64), b.sext(row_bytes, I64))
-            line = b.add(b.add(address, far), b.sext(b.shl(column, i32(1)), I64))
-            for first in range(0, n, 32):
-                four = []
-                for piece in range(4):
-                    at = (first // 8 + piece) * 4 + 2 * half
-                    pair = [b.fmul(x, factors[half]) for x in o[at : at + 2]]
-                    four.append(ptx.pack(b, bf16, *pair) if pair else i32(0))
-                four = transposed_quad(b, four, odd, high)
-                inside = exists
-                if later or first + 32 > row_of.width:
-                    fits = b.icmp_unsigned("<", b.add(column, i32(first)), i32(row_of.width))
-                    inside = b.and_(exists, fits)
-                with b.if_then(inside):
-                    ptx.store_16(b, b.add(line, ir.Constant(I64, first * 2)), four)
-                count = row_of.counted(b, b.add(column, i32(first)), 8, 2)
-                stored = b.add(stored, b.select(inside, count, i32(0)))
-        return stored
-
-    return store_output_
+    lane, stored = lane_of(b), i32(0)
+    column = b.shl(b.and_(lane, i32(3)), i32(3))
+    for first in begin:
+        column = b.add(column, first)
+    odd, high = b.trunc(lane, I1), b.trunc(b.lshr(lane, i32(1)), I1)
+    for half in range(2):
+        mine = b.add(row, b.add(b.lshr(lane, i32(2)), i32(8 * half)))
+        exists = b.icmp_signed("<", mine, stop)
+        far = b.mul(b.sext(mine, I64), b.sext(row_bytes, I64))
+        line = b.add(b.add(address, far), b.sext(b.shl(column, i32(1)), I64))
+        for first in range(0, 2 * len(o), 32):
+            four = []
+            for piece in range(4):
+                at = (first // 8 + piece) * 4 + 2 * half
+                pair = [b.fmul(x, factors[half]) for x in o[at : at + 2]]
+                four.append(ptx.pack(b, bf16, *pair) if pair else i32(0))
+            four = transposed_quad(b, four, odd, high)
+            inside = exists
+            if later or first + 32 > row_of.width:
+                fits = b.icmp_unsigned("<", b.add(column, i32(first)), i32(row_of.width))
+                inside = b.and_(exists, fits)
+            with b.if_then(inside):
+                ptx.store_16(b, b.add(line, ir.Constant(I64, first * 2)), four)
+            count = row_of.counted(b, b.add(column, i32(first)), 8, 2)
+            stored = b.add(stored, b.select(inside, count, i32(0)))
+    return stored
 
 
 def transposed_quad(b: ir.IRBuilder, x: Values, odd: ir.Value, high: ir.Value) -> Values:

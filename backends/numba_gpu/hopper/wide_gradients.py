@@ -5,7 +5,7 @@ is one key with 64 queries. In `backward_wide`, a row of scores is a key. In `ba
 of scores is a query. A row of dQ is a query, so dQ is staged differently than in `gradients`.
 """
 
-from typing import Any
+from functools import partial
 
 from llvmlite import ir
 from numba.cuda import types
@@ -16,17 +16,16 @@ from flashsim.backends.numba_gpu.emit import (
     I1,
     I64,
     Like,
+    Rounded,
     Values,
     emitted,
     f32,
     floats,
     i32,
-    words,
 )
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.hopper.smem_layout import ColumnsDivided
 from flashsim.backends.numba_gpu.hopper.wgmma_tiles import rounded, store_output, transposed_quad
-from flashsim.backends.numba_gpu.mma_tiles import RowWidth, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import lane_of
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 
@@ -58,41 +57,30 @@ def scores_place(b, tile, group):
     return b.add(at, b.shl(b.xor(piece, b.and_(row, i32(7))), i32(4)))
 
 
-def column_probabilities(n: int, softcap: bool) -> Any:
-    """Return ``column_probabilities(s, lse, to_log2, cap) -> p, sloped``: P = exp2(c S - lse).
+@emitted([Like(0), Like(0)], FRAGMENT, FRAGMENT, float32, float32)
+def column_probabilities(b, s, lse, to_log2, cap, *, softcap):
+    """Return P = exp2(c S - lse), and P times the softcap's derivative (P without a softcap).
 
-    `lse` is the negative log-sum-exp, in base 2, of each of the lane's columns. `sloped` is P times
-    the softcap's derivative or, without a softcap, P.
+    `lse` is the negative log-sum-exp, in base 2, of each of the lane's columns.
     """
-    kind = floats(n // 2)
-
-    @emitted([kind, kind], kind, floats(n // 4), float32, float32)
-    def column_probabilities_(b, s, lse, to_log2, cap):
-        p = [ptx.exp2(b, b.fma(x, to_log2, lse[e // 4 * 2 + e % 2])) for e, x in enumerate(s)]
-        if not softcap:
-            return [p, p]
-        inverse = ptx.reciprocal(b, cap)
-        return [p, [b.fmul(x, _slope(b, y, inverse)) for x, y in zip(p, s, strict=True)]]
-
-    return column_probabilities_
+    p = [ptx.exp2(b, b.fma(x, to_log2, lse[e // 4 * 2 + e % 2])) for e, x in enumerate(s)]
+    if not softcap:
+        return [p, p]
+    inverse = ptx.reciprocal(b, cap)
+    return [p, [b.fmul(x, _slope(b, y, inverse)) for x, y in zip(p, s, strict=True)]]
 
 
-def column_gradients(bf16: bool, n: int) -> Any:
-    """Return ``column_gradients(p, dp, delta) -> ds``: dS = P (dP + delta), rounded.
+@emitted(Rounded(0), *[FRAGMENT] * 3)
+def column_gradients(b, p, dp, delta, *, bf16):
+    """Return dS = P (dP + delta), rounded.
 
     `delta` is the negative delta of each of the lane's columns.
     """
-    kind = floats(n // 2)
-
-    @emitted(words(n // 4), kind, kind, floats(n // 4))
-    def column_gradients_(b, p, dp, delta):
-        ds = [
-            b.fmul(x, b.fadd(y, delta[e // 4 * 2 + e % 2]))
-            for e, (x, y) in enumerate(zip(p, dp, strict=True))
-        ]
-        return rounded(b, ds, bf16=bf16)
-
-    return column_gradients_
+    ds = [
+        b.fmul(x, b.fadd(y, delta[e // 4 * 2 + e % 2]))
+        for e, (x, y) in enumerate(zip(p, dp, strict=True))
+    ]
+    return rounded(b, ds, bf16=bf16)
 
 
 @emitted(Like(0), FRAGMENT, FRAGMENT)
@@ -101,95 +89,80 @@ def add_to_columns(b, dp, values):
     return [b.fadd(x, values[e // 4 * 2 + e % 2]) for e, x in enumerate(dp)]
 
 
-def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> Any:
-    """Return a function that queues a product for the warpgroup's columns.
+@emitted(
+    lambda c: floats((c.at.wide + c.at.narrow) // 2), lambda c: [*[FRAGMENT] * c.more, *[int32] * 3]
+)
+def queue_columns(b, *operands, bf16, at, down, more):
+    """Queue a product for the warpgroup's columns; the operands are scores, a tile and the group.
 
-    The function is ``queue_columns(scores, tile, group) -> sums``, or with `more`
-    ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T. With `down`,
-    `scores` is transposed, so that the left operand is dS. `tile` is a tile of K, Q or dO. Sums of
-    wide columns precede sums of narrow columns (`ColumnsDivided`). The wide columns and the narrow
-    columns are two groups of products.
+    The scores are P^T or dS^T. With `down`, they are transposed, so that the left operand is dS.
+    With `more`, the operands begin with sums, to which the product is added. The tile is one of K,
+    Q or dO. Sums of wide columns precede sums of narrow columns (`ColumnsDivided`). The wide
+    columns and the narrow columns are two groups of products.
     """
+    *sums, scores, tile, group = operands
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
         parts.append((at.narrow, 64, at.block_q * 128, at.wide // 2))
-    steps, kind = range(4), floats((at.wide + at.narrow) // 2)
-    left_at = [ptx_hopper.down_rows(x) if down else ptx_hopper.along_row(x, 64) for x in steps]
-    right_at = [ptx_hopper.down_rows(x) for x in steps]
-
-    @emitted(kind, *[kind] * more, int32, int32, int32)
-    def queue_columns_(b, *operands):
-        *sums, scores, tile, group = operands
-        found = []
-        for n, apart, first, begin in parts:
-            where = b.add(b.add(tile, i32(first)), b.mul(group, i32(apart)))
-            found += ptx_hopper.wgmma(
-                *(b, bf16, n, sums[0][begin : begin + n // 2] if more else None),
-                ptx_hopper.descriptor(b, scores, 0),
-                ptx_hopper.descriptor(b, where, at.block_q * 128),
-                *(left_at, right_at),
-                left_down=down,
-                right_down=True,
-            )
-        return found
-
-    return queue_columns_
+    right_at = [ptx_hopper.down_rows(x) for x in range(4)]
+    left_at = right_at if down else [ptx_hopper.along_row(x, 64) for x in range(4)]
+    found = []
+    for n, apart, first, begin in parts:
+        where = b.add(b.add(tile, i32(first)), b.mul(group, i32(apart)))
+        found += ptx_hopper.wgmma(
+            *(b, bf16, n, sums[0][begin : begin + n // 2] if more else None),
+            ptx_hopper.descriptor(b, scores, 0),
+            ptx_hopper.descriptor(b, where, at.block_q * 128),
+            *(left_at, right_at),
+            left_down=down,
+            right_down=True,
+        )
+    return found
 
 
-def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
-    """Return a function that rounds and stores 64 rows of the warpgroup's columns.
+@emitted(int32, int64, int32, FRAGMENT, FRAGMENT, *[int32] * 3)
+def store_columns(b, address, row_bytes, sums, factors, row, stop, group, *, bf16, at, row_of):
+    """Round and store 64 rows of the warpgroup's columns, and return the number of bytes.
 
-    The function is ``store_columns(address, row_bytes, sums, factors, row, stop, group) -> bytes``,
-    with the parameters of `wgmma_tiles.store_output`.
+    The parameters are those of `wgmma_tiles.store_output`.
     """
-    count = (at.wide + at.narrow) // 2
-    store_wide = store_output(bf16, at.wide, row_of, later=True).__wrapped__
-    store_narrow = store_output(bf16, at.narrow, row_of, later=True).__wrapped__
-
-    @emitted(int32, int64, int32, floats(count), floats(2), *[int32] * 3)
-    def store_columns_(b, address, row_bytes, sums, factors, row, stop, group):
-        given, cut = (b, address, row_bytes), at.wide // 2
-        first = b.shl(group, i32(7))
-        stored = store_wide(*given, sums[:cut], factors, row, stop, first)
-        if at.narrow:
-            first = b.add(i32(64), b.shl(group, i32(5)))
-            more = store_narrow(*given, sums[cut:], factors, row, stop, first)
-            stored = b.add(stored, more)
-        return stored
-
-    return store_columns_
+    store = partial(store_output.__wrapped__, b, address, row_bytes)
+    how = {"bf16": bf16, "row_of": row_of, "later": True}
+    cut, first = at.wide // 2, b.shl(group, i32(7))
+    stored = store(sums[:cut], factors, row, stop, first, **how)
+    if at.narrow:
+        first = b.add(i32(64), b.shl(group, i32(5)))
+        more = store(sums[cut:], factors, row, stop, first, **how)
+        stored = b.add(stored, more)
+    return stored
 
 
-def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
-    """Return ``add_columns(address, dq, rows, group) -> bytes``, which adds dQ to HBM.
+@emitted(int32, int64, FRAGMENT, int32, int32)
+def add_columns(b, address, dq, rows, group, *, at, row_of):
+    """Add dQ to its accumulator in HBM, and return the number of bytes.
 
-    `address` is where the tile's row 0 begins in dQ's accumulator. Only the first `rows` rows of
-    the tile exist.
+    `address` is where the tile's row 0 begins in the accumulator. Only the first `rows` rows of the
+    tile exist.
     """
     assert not at.narrow, "the narrow columns are not added"
-
-    @emitted(int32, int64, floats(at.wide // 2), int32, int32)
-    def add_columns_(b, address, dq, rows, group):
-        lane, added = lane_of(b), i32(0)
-        column = b.add(b.shl(group, i32(7)), b.shl(b.and_(lane, i32(3)), i32(1)))
-        for half in range(2):
-            row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))
-            row = b.add(row, i32(8 * half))
-            first = b.add(b.mul(row, i32(row_of.width)), column)
-            to = b.add(address, b.sext(b.shl(first, i32(2)), I64))
-            inside = b.icmp_signed("<", row, rows)
-            for j in range(at.wide // 8):
-                where, exists = b.add(column, i32(8 * j)), inside
-                if row_of.width < at.d:
-                    exists = b.and_(exists, b.icmp_signed("<", where, i32(row_of.width)))
-                e = 4 * j + 2 * half
-                with b.if_then(exists):
-                    ptx.add_float(b, b.add(to, ir.Constant(I64, 32 * j)), dq[e : e + 2])
-                count = row_of.counted(b, where, 2, 4)
-                added = b.add(added, b.select(exists, count, i32(0)))
-        return added
-
-    return add_columns_
+    lane, added = lane_of(b), i32(0)
+    column = b.add(b.shl(group, i32(7)), b.shl(b.and_(lane, i32(3)), i32(1)))
+    for half in range(2):
+        row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))
+        row = b.add(row, i32(8 * half))
+        first = b.add(b.mul(row, i32(row_of.width)), column)
+        to = b.add(address, b.sext(b.shl(first, i32(2)), I64))
+        inside = b.icmp_signed("<", row, rows)
+        for j in range(at.wide // 8):
+            where, exists = b.add(column, i32(8 * j)), inside
+            if row_of.width < at.d:
+                exists = b.and_(exists, b.icmp_signed("<", where, i32(row_of.width)))
+            e = 4 * j + 2 * half
+            with b.if_then(exists):
+                ptx.add_float(b, b.add(to, ir.Constant(I64, 32 * j)), dq[e : e + 2])
+            count = row_of.counted(b, where, 2, 4)
+            added = b.add(added, b.select(exists, count, i32(0)))
+    return added
 
 
 # -- scores with queries in rows (`backward_roles`) -----------------------------------------------
@@ -213,115 +186,89 @@ def keys_place(b, tile):
     return b.add(at, b.shl(b.xor(piece, b.and_(key, i32(7))), i32(4)))
 
 
-def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
-    """Return ``store_probabilities(place, s, lse, to_log2, cap) -> sloped``: P = exp2(c S - lse).
+@emitted(Like(1), int32, FRAGMENT, FRAGMENT, float32, float32)
+def store_probabilities(b, place, s, lse, to_log2, cap, *, bf16, softcap):
+    """Store P = exp2(c S - lse); return P times the softcap's derivative (P without a softcap).
 
-    The function stores P, and returns P times the softcap's derivative or, without a softcap, P.
     `lse` is the negative log-sum-exp, in base 2, of the thread's rows. Storing 16 keys overlaps
     with the exponentials of the next 16 keys.
     """
-    kind = floats(n // 2)
-
-    @emitted(kind, int32, kind, floats(2), float32, float32)
-    def store_probabilities_(b, place, s, lse, to_log2, cap):
-        inverse = ptx.reciprocal(b, cap) if softcap else None
-        found: Values = []
-        for first in range(0, n // 2, 8):
-            some = s[first : first + 8]
-            p = [ptx.exp2(b, b.fma(x, to_log2, lse[e // 2 % 2])) for e, x in enumerate(some)]
-            at = b.add(place, i32(first // 8 * 16 * 128))
-            ptx_hopper.store_transposed(b, at, rounded(b, p, bf16=bf16))
-            if softcap:
-                p = [b.fmul(x, _slope(b, y, inverse)) for x, y in zip(p, some, strict=True)]
-            found += p
-        return found
-
-    return store_probabilities_
+    inverse = ptx.reciprocal(b, cap) if softcap else None
+    found: Values = []
+    for first in range(0, len(s), 8):
+        some = s[first : first + 8]
+        p = [ptx.exp2(b, b.fma(x, to_log2, lse[e // 2 % 2])) for e, x in enumerate(some)]
+        at = b.add(place, i32(first // 8 * 16 * 128))
+        ptx_hopper.store_transposed(b, at, rounded(b, p, bf16=bf16))
+        if softcap:
+            p = [b.fmul(x, _slope(b, y, inverse)) for x, y in zip(p, some, strict=True)]
+        found += p
+    return found
 
 
-def store_gradients(bf16: bool, n: int) -> Any:
-    """Return ``store_gradients(place, p, dp, delta)``, which stores dS = P (dP + delta), rounded.
+@emitted(None, int32, *[FRAGMENT] * 3)
+def store_gradients(b, place, p, dp, delta, *, bf16):
+    """Store dS = P (dP + delta), rounded.
 
     `delta` is the negative delta of each of the thread's rows.
     """
-    kind = floats(n // 2)
-
-    @emitted(None, int32, kind, kind, floats(2))
-    def store_gradients_(b, place, p, dp, delta):
-        for first in range(0, n // 2, 8):
-            ds = [b.fmul(p[e], b.fadd(dp[e], delta[e // 2 % 2])) for e in range(first, first + 8)]
-            at = b.add(place, i32(first // 8 * 16 * 128))
-            ptx_hopper.store_transposed(b, at, rounded(b, ds, bf16=bf16))
-
-    return store_gradients_
+    for first in range(0, len(p), 8):
+        ds = [b.fmul(p[e], b.fadd(dp[e], delta[e // 2 % 2])) for e in range(first, first + 8)]
+        at = b.add(place, i32(first // 8 * 16 * 128))
+        ptx_hopper.store_transposed(b, at, rounded(b, ds, bf16=bf16))
 
 
-def queue_dq(bf16: bool, n: int, keys: int) -> Any:
-    """Return ``queue_dq(ds, k) -> dq``, which queues dQ = dS K (64 queries, `n` columns)."""
+@emitted(lambda c: floats(c.n // 2), int32, int32)
+def queue_dq(b, ds, k, *, bf16, n, keys):
+    """Queue dQ = dS K (64 queries, `n` columns)."""
     steps = [ptx_hopper.down_rows(x) for x in range(keys // 16)]
-
-    @emitted(floats(n // 2), int32, int32)
-    def queue_dq_(b, ds, k):
-        tiles = ptx_hopper.descriptor(b, ds, 0), ptx_hopper.descriptor(b, k, keys * 128)
-        ways = {"left_down": True, "right_down": True}
-        return ptx_hopper.wgmma(b, bf16, n, None, *tiles, steps, steps, **ways)
-
-    return queue_dq_
+    tiles = ptx_hopper.descriptor(b, ds, 0), ptx_hopper.descriptor(b, k, keys * 128)
+    ways = {"left_down": True, "right_down": True}
+    return ptx_hopper.wgmma(b, bf16, n, None, *tiles, steps, steps, **ways)
 
 
-def queue_sum(bf16: bool, keys: int) -> Any:
-    """Return ``queue_sum(sum, chunk, scores) -> sum``, which queues a product to add to `sum`.
+@emitted(Like(0), FRAGMENT, int32, int32)
+def queue_sum(b, c, chunk, scores, *, bf16):
+    """Queue a product to add to the sum `c`: dO^T P (for dV^T) or Q^T dS (for dK^T).
 
-    The product is dO^T P (for dV^T) or Q^T dS (for dK^T). The product has 64 rows, one per column
-    of a chunk of dO or Q, and `keys` columns.
+    The product has 64 rows, one per column of a chunk of dO or Q, and one column per key.
     """
+    keys = 2 * len(c)
     left_at = [ptx_hopper.down_rows(x) for x in range(4)]
     right_at = [ptx_hopper.along_row(x, keys) for x in range(4)]
-    kind = floats(keys // 2)
-
-    @emitted(kind, kind, int32, int32)
-    def queue_sum_(b, c, chunk, scores):
-        tiles = ptx_hopper.descriptor(b, chunk, 0), ptx_hopper.descriptor(b, scores, 0)
-        return ptx_hopper.wgmma(b, bf16, keys, c, *tiles, left_at, right_at, left_down=True)
-
-    return queue_sum_
+    tiles = ptx_hopper.descriptor(b, chunk, 0), ptx_hopper.descriptor(b, scores, 0)
+    return ptx_hopper.wgmma(b, bf16, keys, c, *tiles, left_at, right_at, left_down=True)
 
 
-def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
-    """Return a function that rounds and stores three results of `queue_sum`; rows are keys.
+@emitted(int32, int64, int32, *[FRAGMENT] * 3, float32, int32, int32)
+def store_sums(b, address, row_bytes, low, middle, high, factor, first, stop, *, bf16, row_of):
+    """Round and store three results of `queue_sum`, whose rows are keys; return their bytes.
 
-    The function is ``store_sums(address, row_bytes, low, middle, high, factor, first, stop) ->
-    bytes``. `first` is the first key of the tile. The function skips keys from `stop` on, and
-    columns past the row width `row_of`.
+    `first` is the first key of the tile. The function skips keys from `stop` on, and columns past
+    the row width `row_of`.
     """
-    kind = floats(keys // 2)
-
-    @emitted(int32, int64, int32, kind, kind, kind, float32, int32, int32)
-    def store_sums_(b, address, row_bytes, low, middle, high, factor, first, stop):
-        lane, stored = lane_of(b), i32(0)
-        odd, up = b.trunc(lane, I1), b.trunc(b.lshr(lane, i32(1)), I1)
-        mine = b.add(b.shl(_warp(b), i32(4)), b.shl(b.and_(lane, i32(1)), i32(3)))
-        row = b.add(first, b.shl(b.and_(b.lshr(lane, i32(1)), i32(1)), i32(3)))
-        row = b.add(row, b.lshr(lane, i32(2)))
-        for chunk, c in enumerate((low, middle, high)):
-            column = b.add(mine, i32(64 * chunk))
-            fits = b.icmp_unsigned("<", column, i32(row_of.width))
-            for j in range(keys // 16):
-                pairs = [c[8 * j + 2 * x : 8 * j + 2 * x + 2] for x in range(4)]
-                four = [ptx.pack(b, bf16, *(b.fmul(x, factor) for x in pair)) for pair in pairs]
-                four = [ptx_hopper.transposed(b, x) for x in four]
-                four = transposed_quad(b, four, odd, up)
-                here = b.add(row, i32(16 * j))
-                inside = b.and_(fits, b.icmp_signed("<", here, stop))
-                far = b.mul(b.sext(here, I64), b.sext(row_bytes, I64))
-                line = b.add(b.add(address, far), b.sext(b.shl(column, i32(1)), I64))
-                with b.if_then(inside):
-                    ptx.store_16(b, line, four)
-                count = row_of.counted(b, column, 8, 2)
-                stored = b.add(stored, b.select(inside, count, i32(0)))
-        return stored
-
-    return store_sums_
+    lane, stored = lane_of(b), i32(0)
+    odd, up = b.trunc(lane, I1), b.trunc(b.lshr(lane, i32(1)), I1)
+    mine = b.add(b.shl(_warp(b), i32(4)), b.shl(b.and_(lane, i32(1)), i32(3)))
+    row = b.add(first, b.shl(b.and_(b.lshr(lane, i32(1)), i32(1)), i32(3)))
+    row = b.add(row, b.lshr(lane, i32(2)))
+    for chunk, c in enumerate((low, middle, high)):
+        column = b.add(mine, i32(64 * chunk))
+        fits = b.icmp_unsigned("<", column, i32(row_of.width))
+        for j in range(len(c) // 8):
+            pairs = [c[8 * j + 2 * x : 8 * j + 2 * x + 2] for x in range(4)]
+            four = [ptx.pack(b, bf16, *(b.fmul(x, factor) for x in pair)) for pair in pairs]
+            four = [ptx_hopper.transposed(b, x) for x in four]
+            four = transposed_quad(b, four, odd, up)
+            here = b.add(row, i32(16 * j))
+            inside = b.and_(fits, b.icmp_signed("<", here, stop))
+            far = b.mul(b.sext(here, I64), b.sext(row_bytes, I64))
+            line = b.add(b.add(address, far), b.sext(b.shl(column, i32(1)), I64))
+            with b.if_then(inside):
+                ptx.store_16(b, line, four)
+            count = row_of.counted(b, column, 8, 2)
+            stored = b.add(stored, b.select(inside, count, i32(0)))
+    return stored
 
 
 # -- dQ with queries in rows: staged in shared memory, then sent ----------------------------------
@@ -343,19 +290,15 @@ def rows_place(b, dq):
     return b.add(at, b.shl(piece, i32(4)))
 
 
-def stage_rows(n: int, rows: int) -> Any:
-    """Return ``stage_rows(place, dq)``, which writes `rows` rows of dQ to shared memory."""
-
-    @emitted(None, int32, floats(n // 2))
-    def stage_rows_(b, to, dq):
-        odd = b.trunc(b.lshr(lane_of(b), i32(2)), I1)  # the thread's rows are odd
-        for box in range(n // 32):
-            for j in range(4):
-                at = b.add(b.xor(to, i32(32 * j)), i32(box * rows * 128))
-                for half in range(2):
-                    mine = 16 * box + 4 * j + 2 * half
-                    other = 16 * box + 4 * (j ^ 2) + 2 * half
-                    x, y = (b.select(odd, dq[other + e], dq[mine + e]) for e in range(2))
-                    ptx_hopper.store_pair(b, b.add(at, i32(1024 * half)), x, y)
-
-    return stage_rows_
+@emitted(None, int32, FRAGMENT)
+def stage_rows(b, to, dq, *, rows):
+    """Write `rows` rows of dQ to shared memory."""
+    odd = b.trunc(b.lshr(lane_of(b), i32(2)), I1)  # the thread's rows are odd
+    for box in range(len(dq) // 16):
+        for j in range(4):
+            at = b.add(b.xor(to, i32(32 * j)), i32(box * rows * 128))
+            for half in range(2):
+                mine = 16 * box + 4 * j + 2 * half
+                other = 16 * box + 4 * (j ^ 2) + 2 * half
+                x, y = (b.select(odd, dq[other + e], dq[mine + e]) for e in range(2))
+                ptx_hopper.store_pair(b, b.add(at, i32(1024 * half)), x, y)

@@ -5,6 +5,7 @@ A visit is one query tile times one key tile.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 from numba import cuda
 from numba.cuda import types
@@ -26,24 +27,20 @@ from flashsim.backends.numba_gpu.traversal import (
     by_name,
     device,
     read_int,
+    walk_functions,
 )
 
 int32, int64 = types.int32, types.int64
 
 
 def item_functions(
-    c: SimpleNamespace,
-    at: SmemLayout,
-    w: SimpleNamespace,
-    *,
-    by_row: bool = True,
-    part: bool = False,
-) -> SimpleNamespace:
+    c: SimpleNamespace, at: SmemLayout, *, by_row: bool = True, part: bool = False
+) -> Any:
     """Return device functions that read and write slots, for one kernel's constants and layout.
 
-    `w` holds the functions of `traversal.walk_functions`. Each warp role (the producer, or a
-    consumer warpgroup) records separate time stamps. `part` is true if the launch computes only
-    some of its pass's work tiles.
+    The result also has the functions of `traversal.walk_functions`. Each warp role (the producer,
+    or a consumer warpgroup) records separate time stamps. `part` is true if the launch computes
+    only some of its pass's work tiles.
 
     - ``first(a)`` is the number of the launch's first work tile, and ``stop(a)`` is one more than
       the last number.
@@ -51,14 +48,14 @@ def item_functions(
     - ``after(a, counter)`` requests the number of the next work tile.
     - ``take(shared, item)`` waits for a work tile and returns its slot.
     - ``leave(shared, item, speaking)`` signals that a warp no longer needs a work tile's slot.
-    - ``visits(slot)`` returns a work tile's visits in the form of ``begin`` of `w`.
+    - ``visits(slot)`` returns a work tile's visits in the form of ``begin``.
     - ``place(row, stop, batch)`` returns the coordinates of a row for a tensor map.
     - ``visit_stamps(a, walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the
       addresses of a role's time stamps.
     """
     # block size of the inner loop's side
     block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)
-    item_of, begin, visit_of = w.item, w.begin, w.visit
+    w = walk_functions(c, every=128)  # one thread per warpgroup
     own_tile = w.row_tile if by_row else w.col_tile
     roles = at.groups + 1
     visit_words, tile_words = roles * VISIT_STAMPS, roles * TILE_STAMPS
@@ -92,14 +89,14 @@ def item_functions(
 
     @device
     def write(a, slot, number):
-        walk, outer = item_of(a, number)
+        walk, outer = w.item(a, number)
         start, stop, offset = own_tile(a, outer)
-        first, count, lo, full_lo, full_hi = begin(a, outer)
+        first, count, lo, full_lo, full_hi = w.begin(a, outer)
         base, end = int32(0), a.n_kv if by_row else a.n_q
         if varlen:
             end = read_int(a.rows if by_row else a.cols, outer * 4 + 3)
             if count > 0:
-                tile, _ = visit_of(a, (first, count, lo, full_lo, full_hi), int32(0))
+                tile, _ = w.visit(a, (first, count, lo, full_lo, full_hi), int32(0))
                 other = a.cols if by_row else a.rows
                 base = int32(read_int(other, tile * 4) - tile * block)
         put(slot + word.WALK, walk)
@@ -139,8 +136,6 @@ def item_functions(
         cuda.syncwarp()  # the whole warp is done with the work tile
         arrive(stage(shared + free, item), speaking)
 
-    functions = by_name(
-        first, stop, after, take, leave, visit_stamps, tile_stamps, place, write, visits
-    )
-    functions.visit_words = visit_words
-    return functions
+    own = by_name(first, stop, after, take, leave, visit_stamps, tile_stamps, place, write, visits)
+    vars(w).update(vars(own), visit_words=visit_words)
+    return w

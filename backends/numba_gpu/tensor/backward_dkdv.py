@@ -34,7 +34,6 @@ from flashsim.backends.numba_gpu.traversal import (
     constants,
     copies_wait,
     device,
-    rows_of,
     shared_base,
     tile_copies,
     vector_load,
@@ -48,7 +47,6 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     """Return the kernel as a Python function; `wide` (from sm_90 on) allows 16-byte additions."""
     c = constants(kernel)
     w = walk_functions(c)
-    key_row, value_row = rows_of(c)
     block_q, block_k, d, dv, threads = c.block_q, c.block_k, c.d, c.dv, kernel.threads
     bf16, fused, two_stages = bool(c.bf16), bool(c.fused), c.stages == 2
     scaled, softcap, head_dim = bool(c.scaled), bool(c.softcap), c.head_dim
@@ -67,10 +65,10 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     ds_at = do_at + c.stages * do_bytes
     lse_at = ds_at + (2 * ds_bytes if fused else 0)
     delta_at = lse_at + c.stages * block_q * 4
-    copies_k = tile_copies(tile_k, key_row, threads)
-    copies_v = tile_copies(tile_v, value_row, threads)
-    load_q = tile_copies(tile_q, key_row, threads).load
-    load_do = tile_copies(tile_do, value_row, threads).load
+    copies_k = tile_copies(tile_k, c.key_row, threads)
+    copies_v = tile_copies(tile_v, c.value_row, threads)
+    load_q = tile_copies(tile_q, c.key_row, threads).load
+    load_do = tile_copies(tile_do, c.value_row, threads).load
     load_k, load_v, store_k, store_v = copies_k.load, copies_v.load, copies_k.store, copies_v.store
     load_vector = vector_load(block_q, threads)
 
@@ -83,37 +81,33 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     pieces_ds = mma_tiles.pieces(tile_ds, transposed=True)
     columns_k = mma_tiles.pieces(tile_k, transposed=False)
     swapped_q, swapped_do = Operand(tile_q, swapped=True), Operand(tile_do, swapped=True)
-    multiply_kq = mma_tiles.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
-    multiply_vdo = mma_tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
+    multiply_kq = mma_tiles.multiply(bf16, blocks, d, Operand(tile_k), swapped_q)
+    multiply_vdo = mma_tiles.multiply(bf16, blocks, dv, Operand(tile_v), swapped_do)
     right_q, right_do = Operand(tile_q, extra=True), Operand(tile_do, extra=True)
-    multiply_dsq = mma_tiles.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
-    multiply_pdo = mma_tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
+    multiply_dsq = mma_tiles.multiply(bf16, blocks, chunk, "accumulators", right_q)
+    multiply_pdo = mma_tiles.multiply(bf16, blocks, chunk, "accumulators", right_do)
     load_columns = gradients.load_columns(chunk)
     f = fragment_functions(kernel, blocks, chunk, by_row=False)
     has_mask, has_score = f.has_mask, f.has_score
     apply_score, keep, alive = f.score, f.keep, f.alive
     slope_of, slope_alone, first_rows = f.slope, f.slope_alone, first_rows_of(kernel)
-    scale_scores = softmax.scale_scores(blocks, chunk, softcap)
+    scale_scores = softmax.scale_scores(softcap)
     own = not has_score  # the softcap's slope is that of `probabilities`
-    probabilities = gradients.probabilities(blocks, chunk, False, scaled and own, softcap and own)
-    mask = gradients.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
-    score_gradients = gradients.score_gradients(blocks, chunk, False, softcap and own)
-    stage_dk = output.stage(bf16, blocks, d_part, tile_k)
-    stage_dv = output.stage(bf16, blocks, dv_part, tile_v)
-    stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
+    probabilities = gradients.probabilities(blocks, False, scaled and own, softcap and own)
+    mask = gradients.mask_probabilities(blocks, False, bool(c.left), bool(c.right))
+    score_gradients = gradients.score_gradients(blocks, False, softcap and own)
+    stage_dk = output.stage(bf16, blocks, tile_k)
+    stage_dv = output.stage(bf16, blocks, tile_v)
+    stage_ds = output.stage(bf16, blocks, tile_ds)
     # dQ: the block's warps form a warps_q x warps_d grid over its (block_q, d) tile
     warps_q, warps_d = c.warps_q, c.warps // c.warps_q
     halves, half = bool(c.halves), (c.warps + 1) // 2
     dq_blocks, dq_cols = block_q // (16 * warps_q), -(-(d // 16) // warps_d) * 16
     new_dq = mma_tiles.zeros(dq_blocks * dq_cols // 2)
     left_ds = Operand(tile_ds, swapped=True, extra=True)
-    multiply_dsk = mma_tiles.multiply(
-        bf16, dq_blocks, dq_cols, block_k, left_ds, Operand(tile_k, extra=True)
-    )
-    reduce_dq = output.reduce_tile(dq_blocks, dq_cols, key_row, wide)
-    take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
-    begin, visit_of, report = w.begin, w.visit, w.report
-    stamp, stamp_block = w.stamp, w.stamp_block
+    right_k = Operand(tile_k, extra=True)
+    multiply_dsk = mma_tiles.multiply(bf16, dq_blocks, block_k, left_ds, right_k)
+    reduce_dq = output.reduce_tile(dq_blocks, c.key_row, wide)
 
     @device
     def load_visit(a, shared, stage, walk, head, batch, start, stop, slot):
@@ -121,12 +115,12 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         q = a.q_data + (batch * a.q_batch + head * a.q_head + start * a.q_row) * 2
         dout = a.dout_data + (batch * a.dout_batch + head * a.dout_head + start * a.dout_row) * 2
         to = shared + stage * q_bytes + q_at
-        report(slot, load_q(to, q, a.q_row * 2, rows))
+        w.report(slot, load_q(to, q, a.q_row * 2, rows))
         to = shared + stage * do_bytes + do_at
-        report(slot + 4, load_do(to, dout, a.dout_row * 2, rows))
+        w.report(slot + 4, load_do(to, dout, a.dout_row * 2, rows))
         to = shared + stage * (block_q * 4)
-        report(slot + 8, load_vector(to + lse_at, a.lse + line * 4, rows))
-        report(slot + 12, load_vector(to + delta_at, a.delta + line * 4, rows))
+        w.report(slot + 8, load_vector(to + lse_at, a.lse + line * 4, rows))
+        w.report(slot + 12, load_vector(to + delta_at, a.delta + line * 4, rows))
 
     @device
     def add_dq(a, shared, warp, step, walk, start, rows, slot):
@@ -136,36 +130,36 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         dq = multiply_dsk(new_dq(), ds_base, row, columns_k(shared), col)
         to = a.dq_acc + (int64(walk) * a.n_q + start) * (head_dim * 4)
         reduced = reduce_dq(to, dq, row, col, rows)
-        report(a.visit_counts + slot * (SLOTS * 4) + 16, reduced)
+        w.report(a.visit_counts + slot * (SLOTS * 4) + 16, reduced)
 
     def flash_dkdv(a):
         # -- Phase 0: what this block owns ------------------------------------------------------
-        walk, outer = take_work(a)
+        walk, outer = w.take_work(a)
         kv_heads = a.heads // a.group
         kv_head, batch = walk % kv_heads, walk // kv_heads
         first_walk = batch * a.heads + kv_head * a.group  # of the group's query heads
-        key, key_stop, offset = col_tile(a, outer)
-        steps = begin(a, outer)
+        key, key_stop, offset = w.col_tile(a, outer)
+        steps = w.begin(a, outer)
         first, count = steps[0], steps[1]
         warp = int32(cuda.threadIdx.x) // 32
         my_keys, part = warp // parts * (16 * blocks), warp % parts
         early = not halves or warp < half  # this warp computes dQ before its scores
         shared = shared_base()
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
+        tile_count = w.tile_count(a, walk, outer)
         tile_stamp = a.tile_stamps + (int64(walk) * a.tiles + outer) * (TILE_STAMPS * 8)
-        stamp_block(tile_stamp, False)
+        w.stamp_block(tile_stamp, False)
 
         # -- Phase 1: start copying K, V and the first Q, dO ------------------------------------
         k = a.k_data + (batch * a.k_batch + kv_head * a.k_head + key * a.k_row) * 2
         v = a.v_data + (batch * a.v_batch + kv_head * a.v_head + key * a.v_row) * 2
-        report(tile_count, load_k(shared, k, a.k_row * 2, key_stop - key))
-        report(tile_count + 4, load_v(shared + v_at, v, a.v_row * 2, key_stop - key))
+        w.report(tile_count, load_k(shared, k, a.k_row * 2, key_stop - key))
+        w.report(tile_count + 4, load_v(shared + v_at, v, a.v_row * 2, key_stop - key))
         total = a.group * count
         start, stop, masked = int32(0), int32(0), False
         slot = int64(first_walk) * a.n_visits + first
         if total > 0:
-            tile, masked = visit_of(a, steps, 0)
-            start, stop, _ = row_tile(a, tile)
+            tile, masked = w.visit(a, steps, 0)
+            start, stop, _ = w.row_tile(a, tile)
             if two_stages:
                 at = a.visit_counts + slot * (SLOTS * 4)
                 load_visit(a, shared, 0, first_walk, kv_head * a.group, batch, start, stop, at)
@@ -187,7 +181,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
             slot = int64(walk_now) * a.n_visits + first + n
             visit_stamp = a.visit_stamps + slot * (VISIT_STAMPS * 8)
             if u < total:
-                stamp(visit_stamp, 0)
+                w.stamp(visit_stamp, 0)
                 if not two_stages:
                     cuda.syncthreads()  # B0: all warps have read the only stage
                     head, at = kv_head * a.group + member, a.visit_counts + slot * (SLOTS * 4)
@@ -196,13 +190,13 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
             cuda.syncthreads()  # B1: this visit's Q, dO (at first K, V too) are complete, and so is
             # the last visit's dS; all warps have read what this visit's copies and dS overwrite
             if u < total:
-                stamp(visit_stamp, 1)
+                w.stamp(visit_stamp, 1)
             n += 1
             if n == count:
                 n, member = 0, member + 1
             if u + 1 < total:
-                tile, masked = visit_of(a, steps, n)
-                start, stop, _ = row_tile(a, tile)
+                tile, masked = w.visit(a, steps, n)
+                start, stop, _ = w.row_tile(a, tile)
                 if two_stages:
                     head, next_walk = kv_head * a.group + member, first_walk + member
                     next_slot = int64(next_walk) * a.n_visits + first + n
@@ -234,7 +228,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
                 else:
                     p, slope = probabilities(s, lse, a.scale, a.softcap, to_log2)
                 if q0 == 0:
-                    stamp(visit_stamp, 2)
+                    w.stamp(visit_stamp, 2)
                 # -- Phase 4: dP^T = V dO^T -----------------------------------------------------
                 dp = multiply_vdo(new_scores(), v_pieces, do_pieces + do_shift)
                 if masked_now:
@@ -253,13 +247,13 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
                 dv_sum = multiply_pdo(dv_sum, p, do_columns + do_shift, part * dv_part)
                 # -- Phase 6: dK += dS^T Q ------------------------------------------------------
                 dk = multiply_dsq(dk, ds, q_columns + q_shift, part * d_part)
-            stamp(visit_stamp, 3)
+            w.stamp(visit_stamp, 3)
             # -- Phase 7: dQ += dS K of the last visit, the other half
             if fused and u > 0 and not early:
                 add_dq(a, shared, warp, u, last_walk, last_start, last_rows, last_slot)
             last_walk, last_slot = walk_now, slot
             last_start, last_rows = start_now, stop_now - start_now
-            stamp(visit_stamp, 4)
+            w.stamp(visit_stamp, 4)
 
         # -- Phase 8: dK *= scale; store dK, dV -------------------------------------------------
         copies_wait()  # a block without visits still has copies of K, V in flight
@@ -268,9 +262,9 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         stage_dv(shared + v_at, my_keys, part * dv_part, dv_sum)
         cuda.syncthreads()  # B3: dK, dV are complete; a thread stores rows that other warps staged
         to = a.dk_data + (batch * a.dk_batch + kv_head * a.dk_head + key * a.dk_row) * 2
-        report(tile_count + 8, store_k(shared, to, a.dk_row * 2, key_stop - key))
+        w.report(tile_count + 8, store_k(shared, to, a.dk_row * 2, key_stop - key))
         to = a.dv_data + (batch * a.dv_batch + kv_head * a.dv_head + key * a.dv_row) * 2
-        report(tile_count + 12, store_v(shared + v_at, to, a.dv_row * 2, key_stop - key))
-        stamp_block(tile_stamp, True)
+        w.report(tile_count + 12, store_v(shared + v_at, to, a.dv_row * 2, key_stop - key))
+        w.stamp_block(tile_stamp, True)
 
     return flash_dkdv

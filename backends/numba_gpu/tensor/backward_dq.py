@@ -26,7 +26,6 @@ from flashsim.backends.numba_gpu.traversal import (
     constants,
     copies_wait,
     device,
-    rows_of,
     shared_base,
     tile_copies,
     vector_load,
@@ -40,7 +39,6 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     """Return the kernel's Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
-    key_row, value_row = rows_of(c)
     block_q, block_k, d, dv, threads = c.block_q, c.block_k, c.d, c.dv, kernel.threads
     bf16, two_stages, blocks = bool(c.bf16), c.stages == 2, block_q // (16 * c.warps)
     scaled, softcap = bool(c.scaled), bool(c.softcap)
@@ -55,11 +53,11 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     v_at = k_at + c.stages * k_bytes
     lse_at = v_at + c.stages * v_bytes
     delta_at = lse_at + block_q * 4
-    copies_q = tile_copies(tile_q, key_row, threads)
+    copies_q = tile_copies(tile_q, c.key_row, threads)
     load_q, store_q = copies_q.load, copies_q.store
-    load_do = tile_copies(tile_do, value_row, threads).load
-    load_k = tile_copies(tile_k, key_row, threads).load
-    load_v = tile_copies(tile_v, value_row, threads).load
+    load_do = tile_copies(tile_do, c.value_row, threads).load
+    load_k = tile_copies(tile_k, c.key_row, threads).load
+    load_v = tile_copies(tile_v, c.value_row, threads).load
     load_vector = vector_load(block_q, threads)
 
     # -- Fragments
@@ -68,63 +66,58 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     pieces_k, columns_k = (mma_tiles.pieces(tile_k, transposed=x) for x in (True, False))
     pieces_v = mma_tiles.pieces(tile_v, transposed=True)
     swapped_k, swapped_v = Operand(tile_k, swapped=True), Operand(tile_v, swapped=True)
-    multiply_qk = mma_tiles.multiply(bf16, blocks, chunk, d, Operand(tile_q), swapped_k)
-    multiply_dov = mma_tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_do), swapped_v)
-    multiply_dsk = mma_tiles.multiply(bf16, blocks, d, chunk, "accumulators", Operand(tile_k))
+    multiply_qk = mma_tiles.multiply(bf16, blocks, d, Operand(tile_q), swapped_k)
+    multiply_dov = mma_tiles.multiply(bf16, blocks, dv, Operand(tile_do), swapped_v)
+    multiply_dsk = mma_tiles.multiply(bf16, blocks, chunk, "accumulators", Operand(tile_k))
     load_rows = gradients.load_rows(blocks)
     f = fragment_functions(kernel, blocks, chunk, by_row=True)
     has_mask, has_score = f.has_mask, f.has_score
     apply_score, keep, alive, slope_of = f.score, f.keep, f.alive, f.slope_alone
-    first_rows, scale_scores = first_rows_of(kernel), softmax.scale_scores(blocks, chunk, softcap)
+    first_rows, scale_scores = first_rows_of(kernel), softmax.scale_scores(softcap)
     apart = not has_score  # the softcap's slope is that of `probabilities`
-    probabilities = gradients.probabilities(
-        blocks, chunk, True, scaled and apart, softcap and apart
-    )
-    mask = gradients.mask_probabilities(blocks, chunk, True, bool(c.left), bool(c.right))
-    score_gradients = gradients.score_gradients(blocks, chunk, True, softcap and apart)
-    stage_dq = output.stage(bf16, blocks, d, tile_q)
-    take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
-    begin, visit_of, report = w.begin, w.visit, w.report
-    stamp, stamp_block = w.stamp, w.stamp_block
+    probabilities = gradients.probabilities(blocks, True, scaled and apart, softcap and apart)
+    mask = gradients.mask_probabilities(blocks, True, bool(c.left), bool(c.right))
+    score_gradients = gradients.score_gradients(blocks, True, softcap and apart)
+    stage_dq = output.stage(bf16, blocks, tile_q)
 
     @device
     def load_visit(a, shared, stage, k, v, key, key_stop, slot):
         to = shared + stage * k_bytes + k_at
-        report(slot, load_k(to, k + key * a.k_row * 2, a.k_row * 2, key_stop - key))
+        w.report(slot, load_k(to, k + key * a.k_row * 2, a.k_row * 2, key_stop - key))
         to = shared + stage * v_bytes + v_at
-        report(slot + 4, load_v(to, v + key * a.v_row * 2, a.v_row * 2, key_stop - key))
+        w.report(slot + 4, load_v(to, v + key * a.v_row * 2, a.v_row * 2, key_stop - key))
 
     def flash_dq(a):
         # -- Phase 0: what this block owns ------------------------------------------------------
-        walk, outer = take_work(a)
+        walk, outer = w.take_work(a)
         head, batch = walk % a.heads, walk // a.heads
         kv_head = head // a.group
-        start, stop, offset = row_tile(a, outer)
+        start, stop, offset = w.row_tile(a, outer)
         rows = stop - start
-        steps = begin(a, outer)
+        steps = w.begin(a, outer)
         first, count = steps[0], steps[1]
         row0 = int32(cuda.threadIdx.x) // 32 * (16 * blocks)
         shared = shared_base()
         k = a.k_data + (batch * a.k_batch + kv_head * a.k_head) * 2
         v = a.v_data + (batch * a.v_batch + kv_head * a.v_head) * 2
-        tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
-        visit_count = a.visit_counts + (int64(walk) * a.n_visits + first) * (SLOTS * 4)
+        tile_count = w.tile_count(a, walk, outer)
+        visit_count = w.visit_count(a, walk, first, 0)
         tile_stamp = a.tile_stamps + (int64(walk) * a.tiles + outer) * (TILE_STAMPS * 8)
         visit_stamp = a.visit_stamps + (int64(walk) * a.n_visits + first) * (VISIT_STAMPS * 8)
-        stamp_block(tile_stamp, False)
+        w.stamp_block(tile_stamp, False)
 
         # -- Phase 1: start copying Q, dO, L, delta and the first K, V --------------------------
         q = a.q_data + (batch * a.q_batch + head * a.q_head + start * a.q_row) * 2
         dout = a.dout_data + (batch * a.dout_batch + head * a.dout_head + start * a.dout_row) * 2
         line = int64(walk) * a.n_q + start
-        report(tile_count, load_q(shared, q, a.q_row * 2, rows))
-        report(tile_count + 4, load_do(shared + do_at, dout, a.dout_row * 2, rows))
-        report(tile_count + 8, load_vector(shared + lse_at, a.lse + line * 4, rows))
-        report(tile_count + 12, load_vector(shared + delta_at, a.delta + line * 4, rows))
+        w.report(tile_count, load_q(shared, q, a.q_row * 2, rows))
+        w.report(tile_count + 4, load_do(shared + do_at, dout, a.dout_row * 2, rows))
+        w.report(tile_count + 8, load_vector(shared + lse_at, a.lse + line * 4, rows))
+        w.report(tile_count + 12, load_vector(shared + delta_at, a.delta + line * 4, rows))
         key, key_stop, masked = int32(0), int32(0), False
         if count > 0:
-            tile, masked = visit_of(a, steps, 0)
-            key, key_stop, _ = col_tile(a, tile)
+            tile, masked = w.visit(a, steps, 0)
+            key, key_stop, _ = w.col_tile(a, tile)
             if two_stages:
                 load_visit(a, shared, 0, k, v, key, key_stop, visit_count)
 
@@ -139,17 +132,17 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
         for n in range(count):
             now = (n & 1) if two_stages else 0
             key_now, stop_now, masked_now = key, key_stop, masked
-            stamp(visit_stamp, n * VISIT_STAMPS)
+            w.stamp(visit_stamp, n * VISIT_STAMPS)
             if not two_stages:
                 cuda.syncthreads()  # B0: all warps have read the only stage
                 load_visit(a, shared, 0, k, v, key, key_stop, visit_count + n * (SLOTS * 4))
             copies_wait()
             cuda.syncthreads()  # B1: this visit's K, V (at first Q, dO, L, delta too) are complete;
             # all warps have read the stage that the next copies overwrite
-            stamp(visit_stamp, n * VISIT_STAMPS + 1)
+            w.stamp(visit_stamp, n * VISIT_STAMPS + 1)
             if n + 1 < count:
-                tile, masked = visit_of(a, steps, n + 1)
-                key, key_stop, _ = col_tile(a, tile)
+                tile, masked = w.visit(a, steps, n + 1)
+                key, key_stop, _ = w.col_tile(a, tile)
                 if two_stages:
                     slot = visit_count + (n + 1) * (SLOTS * 4)
                     load_visit(a, shared, 1 - now, k, v, key, key_stop, slot)
@@ -162,7 +155,7 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
                 s = multiply_qk(new_scores(), q_pieces, k_pieces + k_shift)
                 dp = multiply_dov(new_scores(), do_pieces, v_pieces + v_shift)
                 if k0 == 0:
-                    stamp(visit_stamp, n * VISIT_STAMPS + 2)
+                    w.stamp(visit_stamp, n * VISIT_STAMPS + 2)
                 # -- Phase 3: P = exp(S - L), dS = P (dP - delta) -------------------------------
                 if has_score or has_mask:
                     q_pos, q_last = start + row0 - q_first, stop - 1 - q_first
@@ -182,10 +175,10 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
                 if has_score:
                     ds = slope_of(a, batch, head, s, ds, q_pos, k_pos, q_last, k_last)
                 if k0 == 0:
-                    stamp(visit_stamp, n * VISIT_STAMPS + 3)
+                    w.stamp(visit_stamp, n * VISIT_STAMPS + 3)
                 # -- Phase 4: dQ += dS K --------------------------------------------------------
                 dq = multiply_dsk(dq, ds, k_columns + k_shift)
-            stamp(visit_stamp, n * VISIT_STAMPS + 4)
+            w.stamp(visit_stamp, n * VISIT_STAMPS + 4)
 
         # -- Phase 5: dQ *= scale; store --------------------------------------------------------
         copies_wait()  # a block without visits still has copies of Q, dO in flight
@@ -193,7 +186,7 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
         stage_dq(shared, row0, 0, mma_tiles.scale_all(dq, a.scale))
         cuda.syncthreads()  # B3: dQ is complete; a thread stores rows that other warps staged
         to = a.dq_data + (batch * a.dq_batch + head * a.dq_head + start * a.dq_row) * 2
-        report(tile_count + 16, store_q(shared, to, a.dq_row * 2, rows))
-        stamp_block(tile_stamp, True)
+        w.report(tile_count + 16, store_q(shared, to, a.dq_row * 2, rows))
+        w.stamp_block(tile_stamp, True)
 
     return flash_dq

@@ -18,18 +18,18 @@ from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import (
     F32,
+    FRAGMENT,
     I16,
     I32,
     I64,
-    ArgsType,
+    Like,
+    Rounded,
     Values,
     argument,
     asm,
     emitted,
     f32,
-    floats,
     i32,
-    words,
 )
 from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.gradients import mask_probabilities
@@ -405,87 +405,79 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
       (`softmax.mask_rows`), for positions that start at 0 in each sequence.
     """
     f = _Fragment(kernel, blocks, n, by_row=by_row)
-    found = SimpleNamespace(has_mask=f.mask is not None, has_score=f.score is not None)
-    names = "mask", "keep", "score", "alive", "slope", "slope_alone"
-    for name in (*names, "probabilities", "masked_probabilities"):
-        setattr(found, name, None)
-    args, kind, place = ArgsType(kernel.args.itemsize), floats(f.count), [int32] * 4
-
-    def masking(value: float) -> Any:
-        @emitted(kind, args, int32, int32, kind, *place)
-        def masked(b, a, *rest):
-            batch, head, s, *at = rest
-            kept = f.keep(b, a, [batch, head, *at])
-            return [b.select(k, x, f32(value)) for k, x in zip(kept, s, strict=True)]
-
-        return masked
-
-    def sloping(sums: Mapping[str, int]) -> Any:
-        @emitted(kind, args, int32, int32, kind, kind, *place)
-        def slope(b, a, *rest):
-            batch, head, s, ds, *at = rest
-            return f.slope(b, a, s, ds, [batch, head, *at], sums)
-
-        return slope
-
-    if f.mask is not None:
-        found.mask, found.keep = masking(NEG_INF), masking(0.0)
-    if f.score is not None:
-        found.slope, found.slope_alone = sloping(f.sums), sloping({})
-
-        @emitted(kind, args, int32, int32, kind, *place)
-        def score(b, a, *rest):
-            batch, head, s, *at = rest
-            return f.apply_score(b, a, s, [batch, head, *at])
-
-        @emitted(kind, kind, kind)
-        def alive(b, t, p):
-            some = (b.fcmp_ordered(">", x, f32(NEG_INF)) for x in t)
-            return [b.select(x, y, f32(0.0)) for x, y in zip(some, p, strict=True)]
-
-        found.score, found.alive = score, alive
-    if f.score is not None and not by_row and blocks == 1:
-        found.probabilities = _probabilities(f, kernel, n, masked=False)
-        found.masked_probabilities = _probabilities(f, kernel, n, masked=True)
+    names = "mask", "keep", "score", "alive", "slope", "slope_alone", "probabilities"
+    found = SimpleNamespace(**dict.fromkeys((*names, "masked_probabilities")))
+    found.has_mask, found.has_score = f.mask is not None, f.score is not None
+    if found.has_mask:
+        found.mask, found.keep = _masked(f, NEG_INF), _masked(f, 0.0)
+    if found.has_score:
+        found.score, found.alive = _score(f), _alive
+        found.slope, found.slope_alone = _slope(f, f.sums), _slope(f, {})
+    if found.has_score and not by_row and blocks == 1:
+        constants = dict(kernel.constants)
+        limits = {x: bool(constants[f"FS_{x.upper()}"]) for x in ("left", "right")}
+        found.probabilities = _probabilities(f, masked=False, **limits)
+        found.masked_probabilities = _probabilities(f, masked=True, **limits)
     return found
 
 
-def _probabilities(f: _Fragment, kernel: Kernel, n: int, *, masked: bool) -> Any:
+_POSITIONS = [int32] * 4
+
+
+@emitted(Like(3), FRAGMENT, int32, int32, FRAGMENT, *_POSITIONS)
+def _masked(b, a, batch, head, s, *place, f, value):
+    kept = f.keep(b, a, [batch, head, *place])
+    return [b.select(k, x, f32(value)) for k, x in zip(kept, s, strict=True)]
+
+
+@emitted(Like(3), FRAGMENT, int32, int32, FRAGMENT, FRAGMENT, *_POSITIONS)
+def _slope(b, a, batch, head, s, ds, *place, f, sums):
+    return f.slope(b, a, s, ds, [batch, head, *place], sums)
+
+
+@emitted(Like(3), FRAGMENT, int32, int32, FRAGMENT, *_POSITIONS)
+def _score(b, a, batch, head, s, *place, f):
+    return f.apply_score(b, a, s, [batch, head, *place])
+
+
+@emitted(Like(1), FRAGMENT, FRAGMENT)
+def _alive(b, t, p):
+    some = (b.fcmp_ordered(">", x, f32(NEG_INF)) for x in t)
+    return [b.select(x, y, f32(0.0)) for x, y in zip(some, p, strict=True)]
+
+
+@emitted(
+    *(Rounded(3), FRAGMENT, int32, int32, FRAGMENT, FRAGMENT),
+    lambda c: [*_POSITIONS, *[int32] * c.masked],
+)
+def _probabilities(b, a, batch, head, s, lse, *place, f, masked, left, right):
     """Return ``probabilities`` or ``masked_probabilities``; see `fragment_functions`."""
-    constants, kind = dict(kernel.constants), floats(f.count)
-    left, right = bool(constants["FS_LEFT"]), bool(constants["FS_RIGHT"])
-    cut = mask_probabilities(1, n, False, left, right).__wrapped__
-    args, place = ArgsType(kernel.args.itemsize), [int32] * (5 if masked else 4)
-
-    @emitted(words(n // 4), args, int32, int32, kind, floats(n // 4), *place)
-    def probabilities(b, a, *rest):
-        batch, head, s, lse, query, key, last_query, last_key, *offset = rest
-        at = [batch, head, query, key, last_query, last_key]
-        p = []
-        for e, x in enumerate(f.apply_score(b, a, s, at)):
-            p.append(ptx.exp2(b, b.fma(x, f32(LOG2E), lse[e // 4 * 2 + e % 2])))
-        if masked:
-            limits = argument(b, a, "left"), argument(b, a, "right")
-            p = cut(b, p, query, key, *offset, b.add(last_key, i32(1)), *limits)
-            if f.mask is not None:
-                kept = f.keep(b, a, at)
-                p = [b.select(k, x, f32(0.0)) for k, x in zip(kept, p, strict=True)]
-        return [ptx.pack(b, f.bf16, p[x], p[x + 1]) for x in range(0, len(p), 2)]
-
-    return probabilities
+    query, key, last_query, last_key, *offset = place
+    at = [batch, head, query, key, last_query, last_key]
+    p = []
+    for e, x in enumerate(f.apply_score(b, a, s, at)):
+        p.append(ptx.exp2(b, b.fma(x, f32(LOG2E), lse[e // 4 * 2 + e % 2])))
+    if masked:
+        limits = argument(b, a, "left"), argument(b, a, "right")
+        where = query, key, *offset, b.add(last_key, i32(1)), *limits
+        cut = mask_probabilities.__wrapped__
+        p = cut(b, p, *where, blocks=1, by_row=False, left=left, right=right)
+        if f.mask is not None:
+            kept = f.keep(b, a, at)
+            p = [b.select(k, x, f32(0.0)) for k, x in zip(kept, p, strict=True)]
+    return [ptx.pack(b, f.bf16, p[x], p[x + 1]) for x in range(0, len(p), 2)]
 
 
 def sink_of(kernel: Kernel) -> Any:
     """Return ``sink(a, head)``, which loads a head's attention sink (0 if there are no sinks)."""
-    name = f"word_{(kernel.args.itemsize - launch.ARGS.itemsize) // 8 - 1}"
+    return _sink((kernel.args.itemsize - launch.ARGS.itemsize) // 8 - 1 if kernel.sinks else None)
 
-    @emitted(types.float32, ArgsType(kernel.args.itemsize), int32)
-    def sink(b, a, head):
-        if not kernel.sinks:
-            return f32(0.0)
-        return _element(b, argument(b, a, name), b.zext(head, I64), "float32")
 
-    return sink
+@emitted(types.float32, FRAGMENT, int32)
+def _sink(b, a, head, *, word):
+    if word is None:
+        return f32(0.0)
+    return _element(b, argument(b, a, f"word_{word}"), b.zext(head, I64), "float32")
 
 
 def first_rows_of(kernel: Kernel) -> Any:
@@ -495,14 +487,13 @@ def first_rows_of(kernel: Kernel) -> Any:
     """
     of = kernel.functions
     packed = of is not None and bool(dict(kernel.constants)["FS_VARLEN"])
-    name = f"word_{of.captured_bytes // 8}" if of is not None and packed else ""
+    return _first_rows(of.captured_bytes // 8 if of is not None and packed else None)
 
-    @emitted([int32, int32], ArgsType(kernel.args.itemsize), int32)
-    def first_rows(b, a, outer):
-        if not packed:
-            return [i32(0), i32(0)]
-        pointer = b.inttoptr(argument(b, a, name), ir.PointerType(I32, 1))
-        at = b.shl(outer, i32(1))
-        return [b.load(b.gep(pointer, [b.sext(b.add(at, i32(x)), I64)])) for x in range(2)]
 
-    return first_rows
+@emitted([int32, int32], FRAGMENT, int32)
+def _first_rows(b, a, outer, *, word):
+    if word is None:
+        return [i32(0), i32(0)]
+    pointer = b.inttoptr(argument(b, a, f"word_{word}"), ir.PointerType(I32, 1))
+    at = b.shl(outer, i32(1))
+    return [b.load(b.gep(pointer, [b.sext(b.add(at, i32(x)), I64)])) for x in range(2)]

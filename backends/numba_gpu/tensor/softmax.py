@@ -1,12 +1,10 @@
 """Numba intrinsics for the online softmax, on score fragments in the layout of `mma_tiles`."""
 
-from typing import Any
-
 from llvmlite import ir
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import F32, FRAGMENT, I32, Like, emitted, f32, floats, i32
+from flashsim.backends.numba_gpu.emit import F32, FRAGMENT, I32, Like, emitted, f32, i32
 from flashsim.backends.numba_gpu.mma_tiles import elements, elements_of, lane_of
 
 LOG2E = 1.4426950408889634
@@ -19,57 +17,44 @@ def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.fsub(f32(1.0), b.fmul(f32(2.0), ptx.reciprocal(b, b.fadd(power, f32(1.0)))))
 
 
-def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
-    """Return ``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap).
+@emitted(Like(0), FRAGMENT, types.float32, types.float32)
+def scale_scores(b, s, scale, cap, *, softcap):
+    """Return cap tanh(scale s / cap) or, without a softcap, scale s."""
+    s = [b.fmul(x, scale) for x in s]
+    if not softcap:
+        return s
+    inverse = ptx.reciprocal(b, cap)
+    return [b.fmul(cap, tanh(b, b.fmul(x, inverse))) for x in s]
 
-    Without a softcap, ``scale_scores`` returns scale s.
+
+@emitted(Like(0), FRAGMENT, *[types.int32] * 6)
+def mask_rows(b, s, *place, blocks, left, right):
+    """Return ``mask_rows(s, query, key, offset, key_stop, left, right)``, with masked scores -inf.
+
+    Query q sees keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. `query`
+    and `key` are the first query and key of the warp. A limit (`left` or `right`) that is off adds
+    no instructions.
     """
-    kind = floats(blocks * n // 2)
-
-    @emitted(kind, kind, types.float32, types.float32)
-    def scale_scores_(b, s, scale, cap):
-        s = [b.fmul(x, scale) for x in s]
-        if not softcap:
-            return s
-        inverse = ptx.reciprocal(b, cap)
-        return [b.fmul(cap, tanh(b, b.fmul(x, inverse))) for x in s]
-
-    return scale_scores_
-
-
-def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
-    """Return ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``.
-
-    The function sets masked scores to -inf. Query q sees keys ``q + offset - left <= k <= q +
-    offset + right`` with k < key_stop. `query` and `key` are the first query and key of the warp. A
-    limit (`left` or `right`) that is off adds no instructions.
-    """
-    kind = floats(blocks * n // 2)
-
-    @emitted(kind, kind, *[types.int32] * 6)
-    def mask_rows_(b, s, *place):
-        query, key, offset, key_stop, window_left, window_right = place
-        lane, limits = lane_of(b), {}
-        column = b.add(key, b.shl(b.and_(lane, i32(3)), i32(1)))
-        last = b.sub(b.sub(key_stop, i32(1)), column)  # compared with constants below
-        centre = b.sub(b.add(b.add(query, b.lshr(lane, i32(2))), offset), column)
-        for i in range(blocks):
-            for half in range(2):
-                here = b.add(centre, i32(i * 16 + half * 8))
-                end = b.add(here, window_right)
-                high = b.select(b.icmp_signed("<", end, last), end, last) if right else last
-                limits[i, half] = high, b.sub(here, window_left) if left else None
-        masked = list(s)
-        for at, i, c, x in elements(blocks, n):
-            high, low = limits[i, x // 2]
-            place = i32(c * 8 + x % 2)
-            keep = b.icmp_signed("<=", place, high)
-            if low is not None:
-                keep = b.and_(keep, b.icmp_signed(">=", place, low))
-            masked[at] = b.select(keep, s[at], f32(NEG_INF))
-        return masked
-
-    return mask_rows_
+    query, key, offset, key_stop, window_left, window_right = place
+    lane, limits = lane_of(b), {}
+    column = b.add(key, b.shl(b.and_(lane, i32(3)), i32(1)))
+    last = b.sub(b.sub(key_stop, i32(1)), column)  # compared with constants below
+    centre = b.sub(b.add(b.add(query, b.lshr(lane, i32(2))), offset), column)
+    for i in range(blocks):
+        for half in range(2):
+            here = b.add(centre, i32(i * 16 + half * 8))
+            end = b.add(here, window_right)
+            high = b.select(b.icmp_signed("<", end, last), end, last) if right else last
+            limits[i, half] = high, b.sub(here, window_left) if left else None
+    masked = list(s)
+    for at, i, c, x in elements(blocks, 2 * len(s) // blocks):
+        high, low = limits[i, x // 2]
+        place = i32(c * 8 + x % 2)
+        keep = b.icmp_signed("<=", place, high)
+        if low is not None:
+            keep = b.and_(keep, b.icmp_signed(">=", place, low))
+        masked[at] = b.select(keep, s[at], f32(NEG_INF))
+    return masked
 
 
 @emitted(Like(0), FRAGMENT, FRAGMENT)

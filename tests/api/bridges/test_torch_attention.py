@@ -397,6 +397,8 @@ ask(is_causal=True) -> UnknownArgumentError: 'is_causal'; here it is called caus
 call(Q, K[..., :2], V) -> ShapeError: same head_dim
 torch.vmap(lambda x: call(x, K, V, **CUTS))(Q[None])
     -> UnsupportedError: vmap cannot map packed sequences
+torch.vmap(lambda x: call(x, K, V))(Q[None][:0])
+    -> UnsupportedError: vmap over an axis of length 0
 torch.vmap(lambda x: call(x, K, V, cu_seqlens_k=[0, 9]))(Q[None])
     -> UnsupportedError: vmap cannot map packed sequences
 second_derivative() -> UnsupportedError: no second derivatives
