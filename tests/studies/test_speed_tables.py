@@ -197,6 +197,17 @@ def test_the_sentences_of_fp8_are_of_the_kept_measurements(tables):
     assert len(rows) == 6
     for row in rows:
         assert row["rmse"] in GPU or row["way"] == "a scale each tensor, rotated"
+    ratios = {
+        (row["head_dim"], row["causal"], row["n"]): float(row["over bfloat16"])
+        for row in tables.kept("fp8-h200.csv")
+        if row["way"] == "fp8"
+    }
+    least = min(x for (d, *_), x in ratios.items() if d == "256")
+    assert f"At d = 256 FP8 reaches at least {least:.2f} times the bfloat16 throughput" in GPU
+    short, long = (f"{ratios['128', 'False', n]:.2f}" for n in ("4096", "16384"))
+    assert f"At d = 128 without a mask it reaches {short} and {long}." in GPU
+    said = f"FP8 at d = 128 without a mask reaches {long} and {short} × the bfloat16 kernel's"
+    assert said in GUIDE
 
 
 def test_the_sentences_of_kernels_in_python_are_of_the_kept_measurements(tables):
@@ -404,6 +415,10 @@ def test_the_goals_of_calls_are_of_the_kept_measurements(tables):
         met += ": nothing takes longer" * (met == "no" and int(least or 0) > goal)
         cells = f"| {call} | {goal} | {found} | {least} | {met} |".replace("|  |", "| |")
         assert cells in notebook
+    calls = ("eager", "sdpa"), ("run 4 x 128", "flashsim")
+    calls += tuple((f"backward 4 x 128, {way}", "flashsim") for way in ("in order", "fused"))
+    cells = " | ".join(us["host", *call] for call in calls)
+    assert f"(../data/doors-host-h200.csv)) | {cells} |" in page("notebooks/speed_gpu.md")
 
 
 def test_the_sentence_of_float32_on_a_gpu_is_of_the_kept_measurement(tables):
