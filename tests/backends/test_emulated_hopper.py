@@ -302,6 +302,13 @@ def test_gradients_and_counts_if_the_first_visit_stores(name):
     assert all(dict(x.kernel.constants)["FS_FIRST"] == 1 for x in (delta, fused, convert))
 
 
+def test_dq_of_rows_without_keys_that_is_whatever_memory_holds_shows():
+    fault = {"every row tile was visited": ("* 2] != 2;", "* 2] != 2 && !FAULT;")}
+    tiling, problem = ALIKE["rows without keys"]
+    given = compare, problem, tiling, "flash2-fused-first"
+    check_faults("portable/backward_rows.cu", fault, *given)
+
+
 #: dQ's own pass: tiles of 128 rows beside tiles of 64, rows without keys, an odd number of tiles.
 THREE_PASSES = {
     "groups 128": (128, Problem(330, 200, 128, **GROUP)),

@@ -4,7 +4,8 @@
 Only bugs that end are here: a wait that never comes true would hang the GPU instead. Nor are those
 that nobody can see, such as K not awaited where Q, which the copy engine brings after it, is; nor
 those that show by luck only: the portable kernels' first tiles, not awaited, may have arrived by
-the time that all copies are under way; test_emulated.py has that one: nothing is early there.
+the time that all copies are under way; test_emulated.py has that one: nothing is early there. And
+dQ of rows without keys may find zeros in memory; test_emulated_hopper.py has that one.
 """
 
 from faults import table
@@ -313,10 +314,6 @@ first-visit-adds: SHARED, hopper("test_features and causal and 64")
     the first visit adds its part of dQ to whatever memory holds
 - atomicCAS(piece, 0, 1) == 0) return true;
 + atomicCAS(piece, 0, 2) == 0) return false;
-first-rows-without-visits: ROWS, hopper("test_scratch_memory and 64")
-    dQ of rows without keys is whatever memory holds
-- * 2] != 2;  // no visit
-+ * 2] == 3;  // no visit
 # -- the portable kernels; test_emulated.py sees these on a CPU
 portable-o-not-rescaled: FORWARD, values("test_kinds and bfloat16-rising")
     O keeps the scale of an older maximum
