@@ -302,6 +302,10 @@ def judged(name):
             "Forward, the mean error is {} % and the worst {} %; backward, they are {} and {} %.",
         ),
         (
+            "judged-last",
+            "Forward, the mean error is {} % and the worst {} %; backward, they are {} and {} %.",
+        ),
+        (
             "judged-h200",
             "the forward's mean error is {} % and the worst {} %; backward, they are {} and {} %.",
         ),
