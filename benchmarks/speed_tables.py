@@ -298,13 +298,13 @@ def latent() -> str:
     return markdown(columns, cells, columns[0])
 
 
-def flex() -> str:
+def flex(name: str = "gpu-flex-h100.csv") -> str:
     """Return the table of TFLOP/s of mask and score functions.
 
     "×" divides by FlexAttention's TFLOP/s, "of named" by flashsim's with a built-in mask.
     """
     found: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
-    for row in kept("gpu-flex-h100.csv"):
+    for row in kept(name):
         shape = row["n"], row["head_dim"], row["row"]
         which = row["direction"], row["implementation"]
         found.setdefault(shape, {})[which] = float(row["tflops"])
@@ -346,7 +346,10 @@ PAGES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("## Our forms beside each other", partial(forms, "backward")),
         ("### Kernels in Python against those in C++", in_python),
     ],
-    "notebooks/functions_gpu.md": [("## Beside FlexAttention", flex)],
+    "notebooks/functions_gpu.md": [
+        ("## Beside FlexAttention", flex),
+        ("### FlexAttention on an H200", partial(flex, "gpu-flex-h200.csv")),
+    ],
     "notebooks/speed_decoding.md": [
         ("## One query, a long cache", decoding),
         ("## One query, on an H100", partial(decoding, "decode-h100.csv")),

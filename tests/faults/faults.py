@@ -136,8 +136,8 @@ FAULTS = table(
 # -- Score and mask functions
 mask-function-shifted: FUNCTIONS, WITH_MASK
     in a partial tile the mask function gets the next key
-- _evaluated(mask.graph, "M", positions, values, S_ij.dtype)
-+ _evaluated(mask.graph, "M", {**positions, "k": positions["k"] + 1}, values, S_ij.dtype)
+- _evaluated(mask.graph, "M", positions, values, mask.dtype)
++ _evaluated(mask.graph, "M", {**positions, "k": positions["k"] + 1}, values, mask.dtype)
 full-tile-as-partial: CLASSIFY, TILES_OF_FUNCTIONS
     a box that keeps every score is taken for one that needs the mask
 - np.where(whole & ~ragged, FULL, MASKED)
