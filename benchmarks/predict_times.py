@@ -38,7 +38,9 @@ MIDDLE = 5.5e-6
 EVENTS, OTHER_HOST = 2.6e-6, 4.4e-6
 ON_OTHER_HOST = (
     "grouped-times-h100.csv",
+    "random-passes-h200.csv",
     "random-passes-later-h100.csv",
+    "random-passes-today-h100.csv",
     "random-times-many-calls-h100.csv",
     "random-times-rejudged-h100.csv",
     "short-backwards-h100.csv",
@@ -86,8 +88,12 @@ class Measured(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Return the set of the pass; random shapes belong to the fitted set."""
-        if self.seed:
+        """Return the set of the pass.
+
+        Random shapes belong to the fitted set, and so do all single-KV-tile backwards: there are
+        few of them.
+        """
+        if self.seed or self.name == "flash2-once":
             return "fitted"
         return next(name for name, shapes in SETS.items() if self.problem in shapes)
 
@@ -142,14 +148,18 @@ def device_of(row):
     return replace(device, clusters=tuple(pairs)) if pairs else device
 
 
-#: Times of the Hopper kernels on an H100 on the shapes of `time_shapes`; and on random shapes.
-#: All but the first were measured after packed heads and the visits of each warpgroup.
+#: Times of the Hopper kernels on an H100 on the shapes of `time_shapes`; and on random shapes, on
+#: an H100 and an H200. All but the first were measured after packed heads and the visits of each
+#: warpgroup.
 SHAPES = DATA / "times-h100.csv"
 RANDOM = tuple(
-    DATA / f"{name}-h100.csv"
+    DATA / f"{name}.csv"
     for name in (
-        *("random-times", "random-passes", "random-passes-later", "grouped-times"),
-        "random-times-many-calls",
+        *("random-times-h100", "random-passes-h100", "random-passes-later-h100"),
+        *("random-passes-today-h100", "random-passes-h200", "grouped-times-h100"),
+        *("random-times-many-calls-h100", "random-times-judged-many-calls-h100"),
+        *("random-times-judged-again-h100", "random-times-judged-h200"),
+        "random-times-judged-again-h200",
     )
 )
 #: Times of short backwards by form, tile and clusters.

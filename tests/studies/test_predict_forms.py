@@ -11,7 +11,6 @@ from repository import page
 from flashsim import Device, OptionError, Problem, UnsupportedError
 from flashsim.api.request import Checked
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.engines.protocol import Job
 from flashsim.studies.predict import Constants, calibration, predict
@@ -50,15 +49,14 @@ def test_half_of_a_waves_own_bytes_overlap_with_nothing(monkeypatch):
 def test_clusters_take_what_whole_rounds_leave(monkeypatch):
     """2,048 items are 15 rounds of 132 SMs, and 68: two by clusters of 8, 66 by clusters of 2."""
     monkeypatch.setattr(calibration, "EXPOSED", 0.0)
-    visits = Constants(tensor=1.0, visit=1e-6, launch=0.0)
+    visits = Constants(tensor=1.0, visit=1e-6, launch=0.0, cluster=3e-6, doubling=1e-6)
     options = {"direction": "backward", "algorithm": "flash2-fused"}
     found = predict(PROBLEM, **options, constants={"fused, deferred": visits}).stages[1]
     # of S, dP, dV, dK and dQ; S and dP have 16 more columns
     product = 2 * 64 * 128 * (5 * 128 + 2 * 16) / (989.4e12 / 132)
     item = 64 * (product + 1e-6)  # 4,096 queries, 64 at a time
-    doubling = 1e-6 * cost_model.ADDING_UP[128] / 2
     # 58 pairs begin at once, the 8 others where the two clusters of 8 were.
-    last = item / 8 + 3 * doubling + item / 2 + doubling
+    last = item / 8 + (3e-6 + 3 * 1e-6) + item / 2 + (3e-6 + 1e-6)
     tiles, hbm = 15 * item + last, found.units["HBM"]
     _, fetched = zeros(predict(PROBLEM, **options).traffic)
     waits = fetched / (calibration.STREAMED[True][1] * 4.8e12) * hbm / tiles  # for zeros of dQ

@@ -291,9 +291,18 @@ def judged(name):
             "packed",
             "the forward's mean error is {} % and the worst {} %; backward, they are {} and {}",
         ),
+        (
+            "judged-again",
+            "forwards have a mean error of {} % and a worst of {} %, "
+            "and its backwards {} and {} %.",
+        ),
         ("rejudged", "has {} and {} % forward, {} and {} % backward."),
         (
             "judged-many-calls",
+            "Forward, the mean error is {} % and the worst {} %; backward, they are {} and {} %.",
+        ),
+        (
+            "judged-last",
             "Forward, the mean error is {} % and the worst {} %; backward, they are {} and {} %.",
         ),
         (

@@ -37,6 +37,8 @@ def makespan(
         held = [((waves + (slot < rest)) * whole[0], slot, 0) for slot in range(slots)]
     else:
         held = cost_model.last_items(cost_model.Queue(whole, walks, clump), [0.0] * slots)
+    if share == 1:
+        return max(end for end, _, _ in held), sum(end for end, _, _ in held) / processors
     on: list[list[tuple[float, float, float]]] = [[] for _ in range(processors)]
     for end, slot, tile in held:
         on[slot % processors].append((end, work[tile], latency[tile]))

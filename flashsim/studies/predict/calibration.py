@@ -49,8 +49,13 @@ class Constants(NamedTuple):
     visit, item, launch : float
         Latencies in seconds: of a visit, of an outer tile, and of the kernel. `visit` and `waits`
         apply to two warpgroups that use the tensor cores alternately (ping-pong scheduling).
+        The dQ kernel of Hopper's three passes is launched early, so its `launch` is another time:
+        a block that waits for an SM begins so much later than the SM is free.
     changeover : float
         Seconds lost once if there are more outer tiles than run on the SMs at the same time.
+    cluster, doubling : float
+        Seconds by which a work tile takes longer if the blocks of a cluster share it: for any
+        cluster, and for each doubling of its blocks (three times for a cluster of eight).
     throttle : float
         Relative slowdown of the chip once a kernel has run for `POWER_AFTER`.
     """
@@ -68,6 +73,8 @@ class Constants(NamedTuple):
     item: float = 0.0
     launch: float = 2e-6
     changeover: float = 0.0
+    cluster: float = 0.0
+    doubling: float = 0.0
     throttle: float = 0.0
 
 
@@ -143,14 +150,20 @@ L2_KEEPS = 2 / 3
 #: kernel or call. Of 1, 1.25, 1.5 and 2, it fits an H100 best.
 #: `FORWARD_L2_FULL` is for Hopper's forward, fitted with its other constants.
 L2_FULL, FORWARD_L2_FULL = 1.0, 0.85
+#: If the blocks of a head group work on different query heads: the share of the requests for data
+#: beyond L2 that HBM serves in Hopper's kernels. Of 0.3, 0.5, 0.7 and 1, chosen by looking at the
+#: times of the twelve random shapes whose blocks do so (docs/notebooks/times.md).
+DRIFTED = 0.5
 #: The exponent p that combines the time t of tiles and the time h of HBM's bytes: the result is
 #: (t^p + h^p)^(1/p). With p = 1 they would not overlap; with p = infinity they would overlap
 #: completely. `AGAIN` is for kernels that read bytes from HBM again, chosen by looking at six
-#: passes with grouped heads, and for Hopper's backward kernels. `FORWARD` is for Hopper's forward.
-AGAIN, FORWARD = 3, 6
+#: passes with grouped heads, and for Hopper's backward kernels. `WIDE` is for Hopper's fused
+#: kernels above a head_dim of 128, whose tiles leave less shared memory for loads ahead: of 1.5, 2,
+#: 2.5 and 3, it fits an H100 and an H200 best. `FORWARD` is for Hopper's forward.
+AGAIN, WIDE, FORWARD = 3, 2, 6
 #: The share of HBM's time for one wave's first tiles and results that overlaps with no product in
-#: Hopper's fused backward. In the forward it is 1: its blocks begin and end together. Of 0, 0.5 and
-#: 1, this share fits best.
+#: Hopper's fused and single-KV-tile backwards. In the forward it is 1: its blocks begin and end
+#: together. Of 0, 0.5 and 1, this share fits best.
 EXPOSED = 0.5
 #: Seconds by which an outer tile of Hopper's forward takes longer if each warpgroup computes only
 #: its own visits (`FS_SHARES`), whose numbers it reads from the schedule's tables. Chosen from
@@ -159,8 +172,8 @@ SHARES = 0.4e-6
 #: Seconds by which a visit of "flash2-fused-first" takes longer, because it reads the flag of its
 #: row tile; and seconds by which a visit that may be the first of its row tile takes longer: it
 #: stores dQ and sets the flag, or waits for a block that does. Fitted by `benchmarks/predict.py
-#: --fit` to 80 passes on an H100.
-FIRST = 0.10e-6, 0.36e-6
+#: --fit` to the passes of an H100 and an H200.
+FIRST = 0.10e-6, 0.35e-6
 #: The share of the tensor cores' peak that a library's large matrix product reaches: 783 of 989
 #: TFLOP/s in bfloat16, for 8192 x 8192 x 8192, on the same H200.
 MATRIX_SHARE = 0.79

@@ -34,16 +34,27 @@ from flashsim.studies.predict.units import (
 
 
 def stage_times(
-    passes: tuple[KernelPass, ...], traffic: Traffic, constants: Mapping[str, Constants]
+    passes: tuple[KernelPass, ...],
+    traffic: Traffic,
+    constants: Mapping[str, Constants],
+    works: Sequence[Sequence[Work]] = (),
 ) -> tuple[StageTime, ...]:
-    """Return the predicted time of each kernel of a pass."""
-    found = tuple(_stage(one, traffic, constants) for one in passes)
+    """Return the predicted time of each kernel of a pass.
+
+    `works` holds the result of `works_of` for each kernel, if it is known.
+    """
+    works = works or [works_of(one, traffic) for one in passes]
+    found = tuple(
+        _stage(one, its, traffic, constants) for one, its in zip(passes, works, strict=True)
+    )
     if passes[-1].kernel.boxes and found[-1].name == "dq":
-        found = (*found[:-1], _beside(found[-1], passes[-2:], traffic, constants))
+        found = (*found[:-1], _beside(found[-1], works[-2:], constants))
     return found
 
 
-def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
+def _stage(
+    one: KernelPass, works: Sequence[Work], traffic: Traffic, constants: Mapping[str, Constants]
+) -> StageTime:
     device, name = traffic.device, one.stage.name
     if not one.kernel.shared_bytes:  # a row-wise kernel, which streams rows
         bytes_once = once_bytes(traffic, name)
@@ -56,7 +67,6 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
         use = use_of(one, traffic, {})
         busy = {"HBM": streamed}
         return StageTime(name, seconds, busy, 1.0, 0.0, use, joules(use, seconds, device))
-    works = works_of(one, traffic)
     seconds, last, mean, hbm = stage_seconds(works, _constants(one, traffic, constants))
     visits = float(works[-1].visits.mean()) / device.sm_count
     busy = {unit: sum(w.visit[unit] * len(w.one.items) for w in works) for unit in UNITS}
@@ -71,7 +81,12 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
 
 
 def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
-    """Return one `Work` object per kernel launch of a stage, in launch order."""
+    """Return one `Work` object per kernel launch of a stage, in launch order.
+
+    A kernel that streams rows has none.
+    """
+    if not one.kernel.shared_bytes:
+        return ()
     return tuple(work_of(each, traffic) for each in (*one.before, one))
 
 
@@ -83,7 +98,7 @@ def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, fl
     the last launch, because it has most of the work tiles.
     """
     one, traffic, work = works[-1].one, works[-1].traffic, works[-1]
-    device = traffic.device
+    device, p = traffic.device, traffic.problem
     shared, waiting, grid, places = _blocks(work, c)
     if one.before:
         runs = []
@@ -104,7 +119,7 @@ def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, fl
     exposed = 0.0  # constants of kernels in Python were fitted without the first tiles' own time
     if in_cpp and forward:
         exposed = 1.0
-    elif in_cpp and name == "fused" and not one.stage.once:
+    elif in_cpp and name == "fused":
         exposed = calibration.EXPOSED
     _, streamed = calibration.STREAMED[True]
     share = streamed if in_cpp else calibration.HBM_SHARE
@@ -114,6 +129,8 @@ def stage_seconds(works: Sequence[Work], c: Constants) -> tuple[float, float, fl
     hbm = (once - kept) * beyond + again / (device.hbm_bandwidth * share)
     if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
         power = calibration.FORWARD if forward else calibration.AGAIN
+        if in_cpp and name == "fused" and max(p.head_dim, p.head_dim_v) > 128:
+            power = calibration.WIDE
         waves = -(-grid[0] * len(work.visits) // (places * work.blocks))
         alone = exposed * hbm / waves * _exposed(work)
         # No block asks for dQ's zeros in advance, so it waits the longer, the busier HBM is.
@@ -154,7 +171,7 @@ def _blocks(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray, tuple[int
 
     The grid is a pair: how often the launch loops over all tiles, in total and per head group.
     """
-    one, p, blocks = work.one, work.traffic.problem, work.one.kernel.cluster
+    one, blocks = work.one, work.one.kernel.cluster
     if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
         visits, own = -(-work.visits // blocks), work.own / blocks
         work = replace(work, visits=visits, longest=visits, masked=work.masked / blocks, own=own)
@@ -162,9 +179,7 @@ def _blocks(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray, tuple[int
             work = replace(work, stores=-(-work.stores // blocks))
     shared, waiting = durations(work, c)
     if blocks > 1:
-        width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-        # `ADDING_UP` is the mean over cluster sizes; each doubling adds as much time.
-        waiting = waiting + 1e-6 * cost_model.ADDING_UP[width] * math.log2(blocks) / 2
+        waiting = waiting + c.cluster + c.doubling * math.log2(blocks)
     equal = cost_model.has_equal_tiles(one.stage, one.tables)
     share = (cost_model.TOGETHER if equal else cost_model.CLUSTERS)[blocks]
     places = int(work.traffic.device.sm_count * share)
@@ -227,7 +242,7 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     busy += c.scores * SCALED * unit["O"]
     # L2 also delivers tiles while a block waits.
     a_visit = max(busy, unit["L2"] - latency / work.blocks)
-    shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
+    shared = work.visits * a_visit + work.masked * (c.masked * unit["masks"]) + c.own * work.own
     waiting = work.longest * latency + c.item
     if work.one.tables.shares is not None:
         waiting = waiting + calibration.SHARES
@@ -238,28 +253,28 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _beside(
-    dq: StageTime,
-    passes: tuple[KernelPass, ...],
-    traffic: Traffic,
-    constants: Mapping[str, Constants],
+    dq: StageTime, works: Sequence[Sequence[Work]], constants: Mapping[str, Constants]
 ) -> StageTime:
     """Return the time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
     The dQ kernel is launched while the kernel for dK and dV runs, and does not wait for that
-    kernel's results. So the dQ kernel's blocks start on SMs that the first kernel leaves free,
-    without a launch's latency. A block's number determines its first work tile: while a block waits
-    for an SM, no other block can take that tile.
+    kernel's results. Blocks of the dQ kernel start at once on SMs without a block of the first
+    kernel. On the others they start after that block, and `launch` later: only then do they load
+    their first tiles. A block's number determines its first work tile: while a block waits for an
+    SM, no other block can take that tile.
     """
-    device, runs = traffic.device, []
-    for one in passes:
-        c = _constants(one, traffic, constants)
-        shared, waiting, grid, places = _blocks(work_of(one, traffic), c)
+    runs = []
+    for *_, work in works:
+        c = _constants(work.one, work.traffic, constants)
+        shared, waiting, grid, places = _blocks(work, c)
         runs.append((cost_model.Queue((shared + waiting).tolist(), *grid), places))
     (before, places), (queue, _) = runs
+    device = work.traffic.device
     # Some SMs cannot run a cluster; they are free from the beginning.
     done = cost_model.ends(before, [0.0] * places) + [0.0] * (device.sm_count - places)
     alone = max(cost_model.ends(queue, [0.0] * len(done)))
-    gained = alone + max(done) - _held_back(queue, done)
+    begin = [end and end + c.launch for end in done]
+    gained = alone + max(done) - _held_back(queue, begin)
     adds = max(0.0, dq.seconds - c.launch - gained)
     return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))
 

@@ -21,7 +21,7 @@ from flashsim.schedule import plans
 from flashsim.schedule.head_grouping import held
 from flashsim.schedule.tensors import shape, whole_bytes
 from flashsim.studies.energy import Use
-from flashsim.studies.predict.calibration import L2_KEEPS
+from flashsim.studies.predict.calibration import DRIFTED, L2_KEEPS
 
 UNITS = ("tensor cores", "exponentials", "CUDA cores", "shared memory", "L2")
 
@@ -64,9 +64,11 @@ class Work:
     visit : dict of float
         Seconds that one visit takes on each unit of an SM, if the unit does nothing else. The keys
         are `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores"
-        (one instruction per score), "statistics" (the same, if a Hopper kernel for dK and dV loads
-        the log-sum-exp and delta of rows), "O" (one instruction per element of O that a Hopper
-        forward scales) and "pieces" (one instruction per 16 bytes whose address a thread computes).
+        (one instruction per score), "masks" (the same; twice as many in a Hopper kernel for a
+        window, which compares a column with two limits), "statistics" (one per score, if a Hopper
+        kernel for dK and dV loads the log-sum-exp and delta of rows), "O" (one instruction per
+        element of O that a Hopper forward scales) and "pieces" (one instruction per 16 bytes whose
+        address a thread computes).
     own : ndarray
         Seconds that L2 needs for the bytes that each outer tile loads and stores outside its
         visits. A tile at a sequence's end counts only the rows that exist.
@@ -102,9 +104,10 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
     a_lane = 1 / (LANES.get(device.compute_capability, 128) * hertz)
     l2 = device.sm_count / device.l2_bandwidth if device.l2_bandwidth else 0.0
-    if l2 and stage.name == "forward" and is_hopper_in_cpp(one):
+    tiles = one.walks * tables.tiles
+    if l2 and is_hopper_in_cpp(one) and len(one.items) == tiles:
         # The SMs that have a work tile share L2's bandwidth.
-        working = min(1.0, one.walks * tables.tiles / device.sm_count)
+        working = min(1.0, tiles * one.kernel.cluster / device.sm_count)
         l2 = max(working * l2, 1 / (L2_PORT * hertz))
     dims, beyond, loads = padded_dims(p), 0, False
     if one.kernel.boxes and stage.name != "forward":
@@ -116,6 +119,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
         loads = stage.name in ("dkdv", "fused") and not adds
     wide = replace(p, head_dim=dims[0], head_dim_v=dims[1])
     turns = bool(one.kernel.boxes) and stage.name == "forward"  # on the tensor cores
+    left = is_hopper_in_cpp(one) and dict(one.kernel.constants).get("FS_LEFT")
     padded = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
     flops = total_flops(padded, *sides, sides[0] * sides[1])
     flops["matmul"] += 2 * sides[0] * sides[1] * beyond
@@ -129,6 +133,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
         "L2": sum(moved.values()) * l2,
         "reductions": moved["reduce"] * l2,
         "scores": sides[0] * sides[1] * a_lane,
+        "masks": sides[0] * sides[1] * a_lane * (2 if left else 1),
         "statistics": sides[0] * sides[1] * a_lane * loads,
         "O": sides[0] * dims[1] * a_lane if turns else 0.0,
         "pieces": _uneven_pieces(one, p, dims, sides) * a_lane,
@@ -289,7 +294,8 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 
     If all blocks of a head group run at once and none waits for another, the long and the short
     blocks of a head soon work on different query heads. In this case, a request for data that does
-    not fit in L2 goes to HBM, and an addition to such data reads and writes HBM.
+    not fit in L2 goes to HBM, and an addition to such data reads and writes HBM. For Hopper's
+    kernels, only the share `DRIFTED` of these bytes is counted.
 
     If a head group has more blocks than SMs, or if its blocks are co-scheduled, the blocks of one
     wave read each row tile together. Each later wave that visits a row tile reads this tile again.
@@ -307,7 +313,9 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
         return 0.0
     together = dict(one.kernel.constants).get("FS_IN_STEP") or heads * tables.tiles > processors
     if not together:
-        return missing * (asked["load"] + 2 * asked["reduce"] - once_bytes(traffic, stage.name))
+        share = DRIFTED if is_hopper_in_cpp(one) else 1.0
+        every = asked["load"] + 2 * asked["reduce"] - once_bytes(traffic, stage.name)
+        return share * missing * every
     looped = sum(
         whole_bytes(p, move.tensor) * (2 if move.op == "reduce" else 1)
         for move in stage.visit
