@@ -76,19 +76,19 @@ class Bounds:
         nan: list[Any] = []
         with np.errstate(all="ignore"):
             for n, node in enumerate(self.graph.nodes):
-                args, of = [found[a] for a in node.args], [nan[a] for a in node.args]
+                args, of = [found[a] for a in node.args], _any(nan[a] for a in node.args)
                 if node.op == "arg":
                     found.append(ranges[node.value])
                 elif node.op == "const":
                     value = np.asarray(node.value, self._type(node))
                     found.append((value, value))
                 elif node.op == "load":
-                    found.append(_known(node, *self._load(n, node, args)))
+                    found.append(_known(node, *self._load(n, node, args), self.dtype))
                 else:
                     kinds = [self.graph.nodes[a].kind for a in node.args]
-                    found.append(_bounds(node, args, kinds, _any(of), self.dtype))
+                    found.append(_bounds(node, args, kinds, of, self.dtype))
                 own = node.op == "load" and self._holds_nan[node.value]
-                nan.append(own or _may_be_nan(node, args, _any(of)))
+                nan.append(own or _may_be_nan(node, args, of))
         return found
 
     @cached_property
@@ -261,7 +261,7 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
     nan: list[Any] = []
     with np.errstate(all="ignore"):
         for node in nodes:
-            args, of = [found[a] for a in node.args], _any([nan[a] for a in node.args])
+            args, of = [found[a] for a in node.args], _any(nan[a] for a in node.args)
             if node.op == "arg" and node.value in extents:
                 found.append((np.asarray(0), np.asarray(extents[node.value] - 1)))
             elif node.op == "const":
@@ -367,8 +367,6 @@ def _bounds(
             )
             none = _unknown(node, ())
             low, high = np.where(nan, none[0], low), np.where(nan, none[1], high)
-        elif node.kind == FLOAT:
-            low, high = low.astype(dtype), high.astype(dtype)
         result = low, high
     elif op in ("floordiv", "mod"):
         result = _divided(node, *args)
@@ -397,13 +395,14 @@ def _bounds(
     else:
         (shape,) = {np.broadcast_shapes(*(np.shape(x) for pair in args for x in pair))}
         result = _unknown(node, shape)
-    return _known(node, *result)
+    return _known(node, *result, dtype)
 
 
-def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
-    """Return a node's bounds, with infinite bounds in place of NaN."""
+def _known(node: Node, low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:
+    """Return a node's bounds; those of floats have type `dtype`, and infinity in place of NaN."""
     if node.kind != FLOAT:
         return low, high
+    low, high = np.asarray(low, dtype), np.asarray(high, dtype)
     return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
 
@@ -411,7 +410,8 @@ def _divided(node: Node, a: Interval, b: Interval) -> Interval:
     """Return bounds of a // b or a % b, which are tight only if b has a single positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
-    low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)
+    divide = OPERATIONS["floordiv"].numpy  # np.floor_divide differs for floats
+    low, high = divide(a[0], by), divide(a[1], by)
     none = _unknown(node, ())
     if node.op == "floordiv":
         return np.where(one, low, none[0]), np.where(one, high, none[1])

@@ -72,7 +72,7 @@ def _are_small(mask: MaskFunction, spans: Spans) -> bool:
     zero = np.asarray(0)
     ranges = {name: (zero, np.asarray(last)) for name, last in _LARGEST.items()}
     graph = Graph(spans.nodes, mask.graph.root, (*mask.graph.arrays, *spans.arrays))
-    bounds = Bounds(graph, (*mask.arrays, *spans.values)).every(ranges)
+    bounds = Bounds(graph, (*mask.arrays, *spans.values), mask.dtype).every(ranges)
     return all(
         bounds[n][0].min() >= LOWEST and bounds[n][1].max() <= HIGHEST
         for n in needed(spans.nodes, roots((spans.keys, spans.queries)))

@@ -129,6 +129,9 @@ PLAIN = {
     "NaN of a sine": lambda b, h, q, k: np.sin(np.exp(k * 9.0)) <= np.inf,
     "NaN captured": lambda b, h, q, k: (abs(GAPS[k]) >= 0) & (np.clip(GAPS[q], -1, 1) <= 1),
     "NaN as an integer": lambda b, h, q, k: abs(GAPS[k] * 5).astype(int) >= 0,
+    # Bounds are rounded as the values are.
+    "float32 after a sine": lambda b, h, q, k: np.clip(np.sin(k), -0.1, 0.1) + 0.2 < 0.3,
+    "quotient of floats": lambda b, h, q, k: k * 1.0 // 0.1 <= 309,
 }
 OTHERS = {
     "alone": {},
