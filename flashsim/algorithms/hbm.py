@@ -174,13 +174,16 @@ class PagedTensor(Tensor):
 
 
 class CapturedTensor(Tensor):
-    """The elements of captured arrays that a score or mask function reads, in simulated HBM."""
+    """The elements of captured arrays that a score or mask function reads, in simulated HBM.
+
+    The function's floats, from which it may compute indices, have type `real`.
+    """
 
     def __init__(
-        self, name: str, graph: Graph, arrays: tuple[np.ndarray, ...], problem: Problem
+        self, name: str, graph: Graph, arrays: tuple[np.ndarray, ...], problem: Problem, real: str
     ) -> None:
         super().__init__(name, np.zeros((1, 1, 1, 1)), "float64")
-        self.graph, self.arrays, self.problem = graph, arrays, problem
+        self.graph, self.arrays, self.problem, self.real = graph, arrays, problem, real
 
     def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
         """Return a dict from load node to the captured elements that a kernel reads.
@@ -188,7 +191,7 @@ class CapturedTensor(Tensor):
         The type, longdouble, holds every int64 on x86 (elsewhere: integers up to 2^53).
         """
         sides = captured(self.problem, self.name, outer)
-        values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays)
+        values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays, self.real)
         nodes = (n for n in self.graph.loads if self.graph.side(n) in sides)
         return {n: np.asarray(values[n], np.longdouble) for n in nodes}
 
@@ -231,10 +234,12 @@ class Hbm:
         self.tensors[name] = SharedTensor(name, array, dtype, self.problem)
         return self.tensors[name]
 
-    def put_captured(self, letter: str, graph: Graph, arrays: tuple[np.ndarray, ...]) -> None:
+    def put_captured(
+        self, letter: str, graph: Graph, arrays: tuple[np.ndarray, ...], real: str
+    ) -> None:
         """Allocate the captured arrays of a score function ("F") or mask function ("M") in HBM."""
         for name in (letter, f"{letter}_own"):
-            self.tensors[name] = CapturedTensor(name, graph, arrays, self.problem)
+            self.tensors[name] = CapturedTensor(name, graph, arrays, self.problem, real)
 
     def put_paged(self, pages: np.ndarray, **pools: np.ndarray) -> None:
         """Put paged K and V, and the page numbers of each sequence, into HBM."""

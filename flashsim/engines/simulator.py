@@ -124,9 +124,9 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
     elif job.bias is not None:
         machine.hbm.put_shared("bias", job.bias, p.result_dtype)
     if p.score_mod is not None:
-        machine.hbm.put_captured("F", p.score_mod, job.score_arrays)
-    if p.mask_mod is not None:
-        machine.hbm.put_captured("M", p.mask_mod.graph, p.mask_mod.arrays)
+        machine.hbm.put_captured("F", p.score_mod, job.score_arrays, p.compute_dtype)
+    if (mask := p.mask_mod) is not None:
+        machine.hbm.put_captured("M", mask.graph, mask.arrays, mask.dtype)
     if p.sinks:
         whole = np.broadcast_to(job.sinks[:, None], (p.batch, p.heads, 1))
         machine.hbm.put("sink", whole, p.compute_dtype)

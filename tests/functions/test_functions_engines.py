@@ -218,8 +218,10 @@ def test_indices_count_from_the_start_of_a_packed_sequence(backend):
     assert np.allclose(gradients.captured["slopes"], slopes)
 
 
+AT = np.arange(50, dtype=np.float32)
 TENTHS, CLOSE = np.full(50, 0.1, np.float32), np.where(np.arange(50) % 3, 1, 1 + 1e-12)
 HASHES = 2**53 + np.arange(50) % 2
+ODD = np.arange(400) % 2 == 1
 
 
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
@@ -229,8 +231,9 @@ HASHES = 2**53 + np.arange(50) % 2
         (lambda b, h, q, k: TENTHS[k] == 0.1, TENTHS > 0),  # True, as for NumPy's arrays
         (lambda b, h, q, k: CLOSE[k] > 1, CLOSE > 1),
         (lambda b, h, q, k: HASHES[k] > 2**53, HASHES > 2**53),
+        (lambda b, h, q, k: ODD[(k * 0.7 * 10).int()], ODD[(AT * 0.7 * 10).astype(int)]),
     ],
-    ids=["float32", "float64", "int64"],
+    ids=["float32", "float64", "int64", "an index"],
 )
 def test_a_mask_computes_in_the_types_of_its_arrays(backend, mask_mod, kept):
     q, k, v = np.random.default_rng(3).standard_normal((3, 1, 1, 50, 16), dtype=np.float32)
