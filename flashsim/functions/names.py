@@ -136,6 +136,7 @@ def _invert(x: Any) -> Any:
     r = _recorder_of((x,))
     if r.kind(x) == BOOL:
         return r.symbol("not", x)
+    # For integers, -1 - x is -1 ^ x, but has tight bounds. The symbol of -1 ^ x refuses floats.
     return r.symbol("sub" if r.kind(x) == INT else "bitxor", -1, x)
 
 
@@ -158,9 +159,9 @@ def _turned(name: str) -> Callable[..., Any]:
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 
-def _full_like(x: Any, value: Any) -> Any:
+def _full_like(x: Any, fill_value: Any) -> Any:
     r = _recorder_of((x,))
-    return r.cast(value, r.kind(x))
+    return r.cast(fill_value, r.kind(x))
 
 
 def _to(kind: str) -> Callable[..., Any]:
@@ -188,7 +189,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         )
     },
     **{"expit": _sigmoid, "relu": lambda x, inplace=False: _max(x, 0), "sign": _sign},
-    **dict.fromkeys(("clamp_min", "clip_min"), _max),
+    **{"clamp_min": _max, "clamp_max": _min},
     "trunc": _trunc,
     **{"leaky_relu": _leaky_relu, "masked_fill": lambda x, mask, value: _where(mask, value, x)},
     **{"square": lambda x: _pow(x, 2), "softplus": _softplus, "gelu": _gelu},

@@ -216,11 +216,12 @@ class _Tracing:
                 )
             return self.builder.load(self.array(value._array, value._name), ())
         if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
+            value = value.item() if isinstance(value, np.generic) else value
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise FunctionError(
                     f"the integer {value} does not fit in 64 bits; use a smaller one, or a float"
                 )
-            return self.builder.const(value.item() if isinstance(value, np.generic) else value)
+            return self.builder.const(value)
         if is_array(value) and tuple(value.shape) == ():
             return self.builder.load(self.array(value, "scalar"), ())
         raise FunctionError(

@@ -159,6 +159,7 @@ def fails(text, match):
         ("np.max(k) > 0", "max takes 2 values here, got 1"),
         ("k.exp(q) > 0", "exp takes 1 value here, got 2"),
         ("q + 2**63 > k", "9223372036854775808 does not fit in 64 bits"),
+        ("q + np.uint64(2**63) > k", "9223372036854775808 does not fit in 64 bits"),
         ("~(k * 0.5) > 0", "take booleans and integers, got a float"),
         ("(k * 0.5) << 1 > q", "take booleans and integers, got a float"),
     ],

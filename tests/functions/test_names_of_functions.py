@@ -126,6 +126,8 @@ def test_arguments_by_name_and_methods():
     close(lambda s, b, h, q, k: np.clip(s, a_min=0.5, a_max=2.0), np.clip(SCORE, 0.5, 2.0))
     close(lambda s, b, h, q, k: s.clamp(min=1.0), np.maximum(SCORE, 1.0))
     close(lambda s, b, h, q, k: s.clamp(max=1.0), np.minimum(SCORE, 1.0))
+    close(lambda s, b, h, q, k: s.clamp_min(1.0), np.maximum(SCORE, 1.0))
+    close(lambda s, b, h, q, k: s.clamp_max(1.0), np.minimum(SCORE, 1.0))
     close(lambda s, b, h, q, k: FUNCTIONS["sub"](s, 1.0, alpha=2.0), SCORE - 2.0)
     close(lambda s, b, h, q, k: FUNCTIONS["add"](s, 1.0, alpha=2.0), SCORE + 2.0)
     floor = lambda s, b, h, q, k: FUNCTIONS["div"](s, 0.7, rounding_mode="floor")  # noqa: E731
@@ -133,7 +135,7 @@ def test_arguments_by_name_and_methods():
     filled = lambda s, b, h, q, k: s.masked_fill(s > 1, -2.0)  # noqa: E731
     close(filled, np.where(SCORE > 1, -2.0, SCORE))
     close(lambda s, b, h, q, k: s.where(s > 1, -2.0), np.where(SCORE > 1, SCORE, -2.0))
-    close(lambda s, b, h, q, k: np.full_like(s, 3) + k.float() * 0, np.full_like(SCORE, 3))
+    close(lambda s, b, h, q, k: np.full_like(s, fill_value=3) + k.float() * 0, np.full_like(SCORE, 3))
     close(lambda s, b, h, q, k: FUNCTIONS["relu"](s, inplace=False), np.maximum(SCORE, 0))
     trunc = lambda s, b, h, q, k: FUNCTIONS["div"](-s, 0.7, rounding_mode="trunc")  # noqa: E731
     close(trunc, np.trunc(-SCORE / 0.7))
