@@ -1,6 +1,7 @@
 """One point of a sweep: its parameters, the method of counting, and its row in a table or file."""
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -180,7 +181,7 @@ def axis(name: str, value: Any) -> list[Any]:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     single = isinstance(value, (str, Tiling, Device)) or not isinstance(value, Iterable)
-    _few_enough(name, 1 if single else length_hint(value))  # before anything is listed
+    _few_enough(name, 1 if single else _length(value))  # before anything is listed
     values = [value] if single else list(islice(value, MOST_POINTS + 1))
     _few_enough(name, len(values))
     if not values:
@@ -188,6 +189,14 @@ def axis(name: str, value: Any) -> list[Any]:
             f"{name} has no values, so the sweep has no points; pass at least one value"
         )
     return [_CHECKS.get(name, _size)(name, item) for item in values]
+
+
+def _length(values: Iterable[Any]) -> int:
+    """Return the number of values if it is known without listing them, and otherwise 0."""
+    try:
+        return length_hint(values)
+    except OverflowError:  # a range of 2^63 values or more
+        return sys.maxsize
 
 
 def _few_enough(name: str, number: int) -> None:

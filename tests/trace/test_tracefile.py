@@ -305,6 +305,7 @@ def test_damage_that_zip_and_numpy_report_in_their_own_ways_is_refused(trace, pa
 
 
 DAMAGED = "truncated or damaged.*"
+TYPE = f"{DAMAGED}events_0 in the file must have dtype .*"
 
 
 @pytest.mark.parametrize(
@@ -320,8 +321,8 @@ DAMAGED = "truncated or damaged.*"
             {"arrays": {"events_1": np.zeros(3)}},
             rf"{DAMAGED}missing: none, unknown: \['events_1'\]",
         ),
-        ({"arrays": {"events_0": np.zeros(3)}}, f"{DAMAGED}events_0 .* must have .* got float64"),
-        ({"arrays": {"events_0": np.array([None])}}, f"{DAMAGED}events_0 .* must have .* got obj"),
+        ({"arrays": {"events_0": np.zeros(3)}}, f"{TYPE} got float64"),
+        ({"arrays": {"events_0": np.array([None])}}, f"{TYPE} got object"),
         ({"arrays": {"header": np.frombuffer(b"{", np.uint8)}}, f"{DAMAGED}JSONDecodeError"),
     ],
 )
