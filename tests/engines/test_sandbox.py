@@ -558,7 +558,7 @@ def compared(work, *arrays):
         lambda q, k, v: np.where(q > k, q, np.float64(0.5)),
         lambda q, k, v: (q > 0).any(axis=1) & (k > 0).all(axis=1),
         lambda q, k, v: np.any(q > 2, axis=0) | np.all(np.isneginf(q), axis=0),
-        lambda q, k, v: np.full_like(q, 3.0) + np.ones_like(q) - np.transpose(q.mT),
+        lambda q, k, v: np.full_like(q, fill_value=3.0) + np.ones_like(q) - np.transpose(q.mT),
         lambda q, k, v: np.copy(q[..., 1:3]) * (~np.isposinf(q[:, 1:3])),
         lambda q, k, v: q[3] * np.ones((4, 1), bool),
         lambda q, k, v: np.where(q > 0, q, True) + np.add.reduce(k, axis=0, keepdims=True),

@@ -309,5 +309,5 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.zeros_like: lambda t, **how: _full(t, 0.0, **how),
     np.ones_like: lambda t, **how: _full(t, 1.0, **how),
     np.empty_like: lambda t, **how: _full(t, np.nan, **how),
-    np.full_like: lambda t, value, **how: _full(t, float(value), **how),
+    np.full_like: lambda t, fill_value, **how: _full(t, float(fill_value), **how),
 }
