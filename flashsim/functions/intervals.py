@@ -83,7 +83,7 @@ class Bounds:
                     value = np.asarray(node.value, self._type(node))
                     found.append((value, value))
                 elif node.op == "load":
-                    found.append(_known(node, *self._load(n, node, args), self.dtype))
+                    found.append(_known(node, self._load(n, node, args), self.dtype))
                 else:
                     kinds = [self.graph.nodes[a].kind for a in node.args]
                     found.append(_bounds(node, args, kinds, of, self.dtype))
@@ -395,14 +395,14 @@ def _bounds(
     else:
         (shape,) = {np.broadcast_shapes(*(np.shape(x) for pair in args for x in pair))}
         result = _unknown(node, shape)
-    return _known(node, *result, dtype)
+    return _known(node, result, dtype)
 
 
-def _known(node: Node, low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:
+def _known(node: Node, bounds: Interval, dtype: Any) -> Interval:
     """Return a node's bounds; those of floats have type `dtype`, and infinity in place of NaN."""
     if node.kind != FLOAT:
-        return low, high
-    low, high = np.asarray(low, dtype), np.asarray(high, dtype)
+        return bounds
+    low, high = (np.asarray(x, dtype) for x in bounds)
     return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
 
