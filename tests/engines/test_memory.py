@@ -113,6 +113,14 @@ def test_an_honest_algorithm_gets_the_answer(machine):
     )
 
 
+def test_only_rows_that_exist_count_and_nothing_is_recorded_unless_asked(machine):
+    with machine.stage("forward") as sram, sram.step(2):
+        sram.load(machine.hbm.Q, slice(8, 12))  # rows 8 and 9 are all there is
+        assert sram.used == 2 * 3 * 4
+        assert sram.alloc("O", (2, 3)).dtype == np.float32
+    assert len(machine.stages[0].events) == 0
+
+
 def test_a_forgotten_load_is_an_error(machine):
     with pytest.raises(MemoryModelError, match="V lies in HBM"):
         matrix_product(machine, load_v=False)
