@@ -4,10 +4,10 @@ All tables are in docs/notebooks, and their data in docs/data:
 
 - predictions.md: errors of predicted times and joules, counters of decoding (times-h100.csv,
   times-h200.csv, random-times-judged-h100.csv, power-h200.csv, decode-counters-h200.csv and others)
-- counters.md: an H200's counters (verify-h200.csv, verify-widths-h200.csv) and results of soak
-tests (soak-h200.csv, soak-counts-h200.csv)
+- counters.md: an H200's counters (verify-h200.csv, verify-widths-h200.csv) and the passes of a soak
+  test (soak-counts-h200.csv)
 - many_gpus.md: predicted speed on many GPUs, and measured speed on two and four (ring_table.py,
-from ring-h200.csv and ring4-h200.csv)
+  from ring-h200.csv and ring4-h200.csv)
 - speed_gpu.md, speed_decoding.md, functions_gpu.md and speed_cpu.md: speeds (speed_tables.py,
   cpu_tables.py), and a course's times (softmax-matmul-h200.csv, gpu-course-h200.csv)
 
@@ -68,7 +68,6 @@ def main() -> None:
     found = predict.errors(predict_times.everything())
     requested, dram, conflicts, _ = _summary("verify-h200.csv")
     widths, *_ = _summary("verify-widths-h200.csv")
-    worst, inside = soaked()
     joules = power_tables()
     tables: dict[str, list[tuple[str, str | Table]]] = {
         **{
@@ -95,8 +94,6 @@ def main() -> None:
         "notebooks/counters.md": [
             ("## Requested bytes and FLOPs", requested),
             ("## Random shapes", soaked_counts()),
-            ("## Random shapes", worst),
-            ("## Random shapes", inside),
             ("## Other head dimensions", widths),
             ("## DRAM", dram),
             ("## Bank conflicts", conflicts),
@@ -217,18 +214,6 @@ def soaked_counts() -> Table:
     whole = [sum(column) for column in zip(*(row[2:] for row in table.rows), strict=True)]
     table.add("all", "", *whole)
     return table
-
-
-def soaked() -> tuple[Table, Table]:
-    """Return the tables of the largest errors on random shapes, and of figures in target."""
-    kept = verify.Record.load(DOCS / "data" / "soak-h200.csv")
-    found = verify.compare(kept.cases, verify.passes_of(kept))
-    inside = Table("", ("quantity", "within its target", "of"))
-    for quantity in dict.fromkeys(one.quantity for one in found):
-        those = [one for one in found if one.quantity == quantity]
-        inside.add(quantity, sum(not one.misses for one in those), len(those))
-    inside.rows.sort()
-    return verify.table(found, 4), inside
 
 
 def _summary(name: str) -> list:

@@ -448,6 +448,43 @@ def test_sms_without_a_work_tile_leave_their_part_of_l2_to_others():
     assert 0 < least < 0.75
 
 
+def test_backward_blocks_share_l2_too_but_not_those_in_python():
+    found = {}
+    for kernels in ("hopper", "python"):
+        few, whole = (
+            work(Problem(128, head_dim=128, heads=heads, dtype="bfloat16"), kernels, stage="dkdv")
+            for heads in (99, 132)
+        )
+        found[kernels] = few.visit["L2"] / whole.visit["L2"]
+    assert found == pytest.approx({"hopper": 0.75, "python": 1})
+
+
+@pytest.mark.parametrize("stage", ["forward", "dkdv", "dq"])
+def test_a_window_compares_each_column_with_two_limits(stage):
+    """So a mask costs twice the instructions of a causal one."""
+    causal = replace(PROBLEM, causal=True)
+    one, two = (work(p, stage=stage).visit for p in (causal, replace(causal, window=(512, 0))))
+    assert one["masks"] == one["scores"]
+    assert two["masks"] == 2 * two["scores"]
+    constants = Constants(masked=1.0)
+    (window,) = stage_time.works_of(*prepared(replace(causal, window=(512, 0)), stage))
+    shared, _ = stage_time.durations(replace(window, own=0 * window.own), constants)
+    visits = window.visits * window.visit["L2"]
+    assert shared - visits == pytest.approx(window.masked * 2 * window.visit["scores"])
+
+
+def test_wide_fused_kernels_overlap_less_with_hbm(monkeypatch):
+    """Above head_dim 128 the squares of both times are added, below it their cubes."""
+    monkeypatch.setattr(calibration, "EXPOSED", 0.0)
+    for d, power in ((128, 3), (192, 2)):
+        p = Problem(4096, head_dim=d, heads=32, dtype="bfloat16", causal=True)
+        works = stage_time.works_of(*prepared(p, "fused", "flash2-fused-first"))
+        constants = Constants(tensor=1.0, launch=0.0)
+        seconds, last, _, hbm = stage_time.stage_seconds(works, constants)
+        assert hbm > 0.05 * last
+        assert seconds == pytest.approx((last**power + hbm**power) ** (1 / power))
+
+
 @pytest.mark.parametrize("kernels", ["hopper", "portable"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_long_sequences_are_predicted_without_a_list_of_their_visits(

@@ -197,17 +197,25 @@ def test_the_sentences_of_fp8_are_of_the_kept_measurements(tables):
     assert len(rows) == 6
     for row in rows:
         assert row["rmse"] in GPU or row["way"] == "a scale each tensor, rotated"
-    ratios = {
-        (row["head_dim"], row["causal"], row["n"]): float(row["over bfloat16"])
-        for row in tables.kept("fp8-h200.csv")
-        if row["way"] == "fp8"
-    }
+    ratios, cudnn = (
+        {
+            (row["head_dim"], row["causal"], row["n"]): float(row["over bfloat16"])
+            for row in tables.kept("fp8-h200.csv")
+            if row["way"] == way
+        }
+        for way in ("fp8", "cuDNN FP8")
+    )
     least = min(x for (d, *_), x in ratios.items() if d == "256")
     assert f"At d = 256 FP8 reaches at least {least:.2f} times the bfloat16 throughput" in GPU
     short, long = (f"{ratios['128', 'False', n]:.2f}" for n in ("4096", "16384"))
     assert f"At d = 128 without a mask it reaches {short} and {long}." in GPU
     said = f"FP8 at d = 128 without a mask reaches {long} and {short} × the bfloat16 kernel's"
     assert said in GUIDE
+    (slower,) = (shape for shape in ratios if cudnn[shape] > ratios[shape])
+    assert (slower, len(ratios)) == (("128", "False", "16384"), 12)
+    faster = f"cuDNN's FP8 is {100 * (cudnn[slower] / ratios[slower] - 1):.1f} % faster than"
+    assert f"{faster} ours at d = 128 without a mask at N = 16,384, and slower on the other" in GPU
+    assert f"At N = 16,384, {faster} flashsim's." in GUIDE
 
 
 def test_the_sentences_of_kernels_in_python_are_of_the_kept_measurements(tables):

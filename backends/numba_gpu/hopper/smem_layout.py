@@ -80,14 +80,16 @@ class OnChip(SmemLayout):
         groups, self.stages, self.chunks_v = block_q // 64, stages, chunks_of(dv)
         self.q_bytes, self.k_bytes = 64 * 128 * chunks_of(d), block_k * 128 * chunks_of(d)
         self.v_bytes = block_k * 128 * self.chunks_v
-        regions = {"q": groups * self.q_bytes, "k": stages * self.k_bytes}
+        regions = {
+            **{"q": groups * self.q_bytes},
+            **{"k": stages * self.k_bytes, "v": stages * self.v_bytes},
+        }
         arrivals = {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
             **{"k_full": (stages, 1), "k_free": (stages, 4 * groups)},
             **{"v_full": (stages, 1), "v_free": (stages, 4 * groups)},
             **{"item_full": (2, 1), "item_free": (2, 4 * groups)},
         }
-        regions["v"] = stages * self.v_bytes
         super().__init__(block_q, block_k, d, groups, regions, arrivals)
 
 

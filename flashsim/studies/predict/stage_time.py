@@ -273,7 +273,7 @@ def _beside(
     # Some SMs cannot run a cluster; they are free from the beginning.
     done = cost_model.ends(before, [0.0] * places) + [0.0] * (device.sm_count - places)
     alone = max(cost_model.ends(queue, [0.0] * len(done)))
-    begin = [end and end + c.launch for end in done]
+    begin = [end + c.launch if end else 0.0 for end in done]
     gained = alone + max(done) - _held_back(queue, begin)
     adds = max(0.0, dq.seconds - c.launch - gained)
     return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))

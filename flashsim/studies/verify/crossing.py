@@ -151,10 +151,14 @@ class StageKernel:
                         stage.name, p, traffic.tiling.of(stage.name), blocks
                     )
                 total += (blocks - 1) * n * traffic.tiling.block_k * 2 * columns * 4
-        return total + {"store": 1, "reduce": -1}.get(op, 0) * self.stored_first()
+        if op == "store":
+            total += self.stored_first()
+        elif op == "reduce":
+            total -= self.stored_first()
+        return total
 
     def stored_first(self) -> int:
-        """Return the bytes of dQ that first visits store, which the account counts as reduced."""
+        """Return the bytes of dQ that first visits store, which `transfers` counts as reduced."""
         traffic, p = self.traffic, self.traffic.problem
         if not self.stage.stores_first:
             return 0
@@ -202,6 +206,7 @@ class StageKernel:
             return 0
         walks, _ = plans.heads_of(stage, p)
         members = plans.members_of(stage, p, traffic.split)
+        # One warp sends dQ if warpgroups have roles, else a warp of each of two warpgroups.
         senders = 1 if traffic.tiling.of(stage.name) == ROLES else 2
         return walks * members * schedule.n_visits * senders * SECTOR
 
@@ -334,9 +339,9 @@ class StageKernel:
 
 #: The sectors of a row that arrive at each block of a cluster, by the row's bytes, if they are more
 #: than the row's boxes have. A multicast delivers some sectors of a box that the row's end cuts
-#: more than once. The figures are an H100's counters, exact to the byte, for clusters of 2, 4 and 8
-#: blocks (64 and 320: only clusters of 2 and 4; 224: only of 2; 320 from an H200). The cause is
-#: unknown.
+#: more than once. The figures are an H100's counters (for 320 bytes, an H200's), exact to the byte.
+#: They were measured for clusters of 2, 4 and 8 blocks, but 64 and 320 bytes only for 2 and 4, and
+#: 224 bytes only for 2. The cause is unknown.
 MULTICAST = {48: 5.5, 64: 5, 80: 6.5, 96: 6.5, 112: 7.5, 144: 11, 160: 9.5, 176: 10.5, 192: 9}
 MULTICAST |= {208: 11.5, 224: 11, 240: 12.5, 320: 13}
 

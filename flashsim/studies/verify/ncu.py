@@ -144,7 +144,8 @@ def _launches(rows: Iterable[dict[str, str]], units: Mapping[str, str]) -> list[
         number = _number(cell["ID"])
         if number not in launches:
             launches[number] = MeasuredLaunch(
-                *(cell["Kernel Name"], number),
+                cell["Kernel Name"],
+                number,
                 blocks=_product(cell.get("Grid Size", "")),
                 threads=_product(cell.get("Block Size", "")),
                 ranges=next((text for name, text in cell.items() if "Push/Pop" in name), ""),
