@@ -127,7 +127,7 @@ def test_without_a_folder_to_write_to_kernels_are_compiled_in_memory(tmp_path, m
     def refuse(self):
         raise PermissionError(13, "Permission denied")
 
-    for kind in (caching.InTreeCacheLocator, caching.UserWideCacheLocator):
+    for kind in caching.CacheImpl._locator_classes:
         monkeypatch.setattr(kind, "ensure_cache_path", refuse)
     with pytest.raises(RuntimeError, match="cannot cache function"):  # what Numba says
         fresh(lambda walk: walk.enable_caching())
