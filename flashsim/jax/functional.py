@@ -103,6 +103,13 @@ def attention(
         known = _CHECKED.get(key) if key else None
         if known is not None:
             return known(q, k, v)
+    static = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    for name, value in {**static, "return_lse": return_lse}.items():
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+            raise DTypeError(
+                f"{name}= must be a Python value, got a value that JAX traces; pass {name!r} in "
+                "static_argnames= of jax.jit"
+            )
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"flashsim.jax.attention supports {' and '.join(ALGORITHMS)}, not {algorithm!r}; use "

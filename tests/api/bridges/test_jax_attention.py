@@ -292,6 +292,10 @@ traced(lambda q, k, v: attention(q, k, v, backend="cuda")) -> OptionError: backe
 traced(lambda q, k, v: attention(q, k, v, is_causal=True))
     -> UnknownArgumentError: is called causal
 traced(lambda q, k, v: attention(q, k, v, **CUTS)) -> ShapeError: batch
+traced(lambda q, k, v: attention(k, k, v, causal=q[0, 0] > 0))
+    -> DTypeError: causal= must be a Python value ... pass 'causal' in static_argnames=
+traced(lambda q, k, v: attention(k, k, v, window=(q[0, 0], 0)))
+    -> DTypeError: window= must be a Python value ... pass 'window' in static_argnames=
 traced(lambda q, k, v: dot_product_attention(q, k, v[0]))
     -> ShapeError: or all be ... arrays, got shapes
 traced(lambda q, k, v: dot_product_attention(q, q, q, mask=q)) -> DTypeError: must be boolean
