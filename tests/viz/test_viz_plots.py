@@ -318,6 +318,14 @@ def test_tile_map_order():
     assert list(keys_outside[:, 0]) == [0, 1, 2, 3, 4, 5]
 
 
+def test_the_numbers_beside_a_map_of_one_tile_are_whole():
+    ax = viz.tile_map(flashsim.count(Problem(8, head_dim=4), tiling=Tiling(8, 8)))
+    ax.figure.draw_without_rendering()
+    bar = ax.figure.axes[-1]
+    low, high = bar.get_ylim()
+    assert [y for y in bar.get_yticks() if low <= y <= high] == [0]
+
+
 def test_tile_map_marks_masked_tiles():
     ax = viz.tile_map(cases.trace())
     corners = [path.get_extents().p1 for path in masked_tiles(ax)]

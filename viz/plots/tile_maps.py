@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import Normal, Stroke
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from flashsim.errors import DTypeError, OptionError, shown
 from flashsim.problem import checks
@@ -111,6 +111,9 @@ def tile_map(
     bar.outline.set_visible(False)
     if color in ("bytes", "flops"):
         unit_axis(bar.ax.yaxis, "B" if color == "bytes" else "FLOP")
+    else:
+        bar.locator = MaxNLocator(steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1)
+        bar.formatter = ScalarFormatter(useOffset=False)
     ax.set(
         xlabel=f"key tile j ({schedule.tiling.block_k} keys each)",
         ylabel=f"query tile i ({schedule.tiling.block_q} queries each)",
