@@ -10,7 +10,7 @@ A score tile's accumulators already have the layout of the next product's left o
 need rounding to 16 bits. P and dS therefore stay in registers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,7 @@ def elements(blocks: int, n: int) -> Iterator[tuple[int, int, int, int]]:
                 yield (i * (n // 8) + c) * 4 + x, i, c, x
 
 
-def elements_of(fragment: Values, rows: Values) -> Iterator[tuple[int, int, int, int]]:
+def elements_of(fragment: Values, rows: Sequence[object]) -> Iterator[tuple[int, int, int, int]]:
     """Yield the `elements` of a fragment, where `rows` has one number per row of a lane."""
     blocks = len(rows) // 2
     return elements(blocks, 2 * len(fragment) // blocks)

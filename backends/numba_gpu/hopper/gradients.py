@@ -23,8 +23,8 @@ from flashsim.backends.numba_gpu.emit import (
 )
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
 from flashsim.backends.numba_gpu.hopper.wgmma_tiles import rounded
-from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
-from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
+from flashsim.backends.numba_gpu.mma_tiles import lane_of
+from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF, masked
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 
@@ -100,16 +100,9 @@ def mask_columns(b, s, *where, left, right):
         centre = b.sub(b.sub(mine, offset), first)  # compared with constants below
         low = b.sub(centre, window_right) if right else i32(0)
         low = b.select(b.icmp_signed("<", mine, key_stop), low, i32(n))
-        limits.append((low, b.add(centre, window_left) if left else None))
-    masked = list(s)
-    for at, _, c, x in elements(1, n):
-        low, high = limits[x // 2]
-        where = i32(c * 8 + x % 2)
-        keep = b.icmp_signed(">=", where, low)
-        if high is not None:
-            keep = b.and_(keep, b.icmp_signed("<=", where, high))
-        masked[at] = b.select(keep, s[at], f32(NEG_INF))
-    return masked
+        high = [("<=", b.add(centre, window_left))] if left else []
+        limits.append([(">=", low), *high])
+    return masked(b, s, limits)
 
 
 @emitted([Like(0), Like(1), Like(2)], *[FRAGMENT] * 3, float32, int32, float32, int32)

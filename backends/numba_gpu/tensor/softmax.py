@@ -1,11 +1,15 @@
 """Numba intrinsics for the online softmax, on score fragments in the layout of `mma_tiles`."""
 
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
 from llvmlite import ir
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import F32, FRAGMENT, I32, Like, emitted, f32, i32
-from flashsim.backends.numba_gpu.mma_tiles import elements, elements_of, lane_of
+from flashsim.backends.numba_gpu.emit import F32, FRAGMENT, I32, Like, Values, emitted, f32, i32
+from flashsim.backends.numba_gpu.mma_tiles import elements_of, lane_of
 
 LOG2E = 1.4426950408889634
 NEG_INF = float("-inf")
@@ -27,6 +31,19 @@ def scale_scores(b, s, scale, cap, *, softcap):
     return [b.fmul(cap, tanh(b, b.fmul(x, inverse))) for x in s]
 
 
+def masked(b: ir.IRBuilder, s: Values, limits: Sequence[Any]) -> Values:
+    """Return scores with -inf wherever a comparison of the element's column with a limit is false.
+
+    For each row of a lane, `limits` has the comparisons: an operator and a number, the limit.
+    """
+    kept = list(s)
+    for at, i, c, x in elements_of(s, limits):
+        column = i32(c * 8 + x % 2)
+        tests = (b.icmp_signed(operator, column, n) for operator, n in limits[2 * i + x // 2])
+        kept[at] = b.select(reduce(b.and_, tests), s[at], f32(NEG_INF))
+    return kept
+
+
 @emitted(Like(0), FRAGMENT, *[types.int32] * 6)
 def mask_rows(b, s, *place, blocks, left, right):
     """Return ``mask_rows(s, query, key, offset, key_stop, left, right)``, with masked scores -inf.
@@ -36,7 +53,7 @@ def mask_rows(b, s, *place, blocks, left, right):
     no instructions.
     """
     query, key, offset, key_stop, window_left, window_right = place
-    lane, limits = lane_of(b), {}
+    lane, limits = lane_of(b), []
     column = b.add(key, b.shl(b.and_(lane, i32(3)), i32(1)))
     last = b.sub(b.sub(key_stop, i32(1)), column)  # compared with constants below
     centre = b.sub(b.add(b.add(query, b.lshr(lane, i32(2))), offset), column)
@@ -45,16 +62,9 @@ def mask_rows(b, s, *place, blocks, left, right):
             here = b.add(centre, i32(i * 16 + half * 8))
             end = b.add(here, window_right)
             high = b.select(b.icmp_signed("<", end, last), end, last) if right else last
-            limits[i, half] = high, b.sub(here, window_left) if left else None
-    masked = list(s)
-    for at, i, c, x in elements(blocks, 2 * len(s) // blocks):
-        high, low = limits[i, x // 2]
-        place = i32(c * 8 + x % 2)
-        keep = b.icmp_signed("<=", place, high)
-        if low is not None:
-            keep = b.and_(keep, b.icmp_signed(">=", place, low))
-        masked[at] = b.select(keep, s[at], f32(NEG_INF))
-    return masked
+            low = [(">=", b.sub(here, window_left))] if left else []
+            limits.append([("<=", high), *low])
+    return masked(b, s, limits)
 
 
 @emitted(Like(0), FRAGMENT, FRAGMENT)
