@@ -112,17 +112,18 @@ class Handover(NamedTuple):
     about: Mapping[str, Any] = {}
 
 
-def ask(module: str, order: Any, most: int) -> Handover:
+def ask(module: str, order: Any, most: int, line: int = 1 << 20) -> Handover:
     """Send an order to a module in a separate process, for at most `order.seconds`.
 
-    The module writes one line of JSON, then its result, to stdout: at most `most` bytes together.
+    The module writes one line of JSON, then its result, to stdout: at most `most` bytes together,
+    and at most `line` bytes in the line.
     """
     ended = run([sys.executable, "-P", "-m", module], pickle.dumps(order), order.seconds, most)
     if ended.why:
         return Handover(ended.why, _WHY_ENDED[ended.why].format(order.seconds))
     first, _, data = ended.result.partition(b"\n")
     try:
-        about = json.loads(first[: 1 << 20])
+        about = json.loads(first[:line])
         return Handover(plain(about["kind"], 20), plain(about["words"]), data, about)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         said = f"the solution ended its process before it was graded ({ended.last})"

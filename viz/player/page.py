@@ -200,10 +200,13 @@ def _pane(
         "notes": notes.tolist(),
         "parts": diagram.part_edges(trace.schedule),
         "pages": diagram.page_edges(trace.schedule),
-        # "tile" is the tile whose row is shown first.
-        "statistics": statistics
-        and {"tile": statistics.tile, "rows": {t: _row(s) for t, s in statistics.by_tile.items()}},
+        "statistics": None if statistics is None else _statistics(statistics),
     }
+
+
+def _statistics(s: RowStatistics) -> dict[str, Any]:
+    """Return a dict: "rows" has the statistics of each row tile, "tile" is the tile shown first."""
+    return {"tile": s.tile, "rows": {tile: _row(followed) for tile, followed in s.by_tile.items()}}
 
 
 def _row(s: RowStatistics) -> dict[str, Any]:
