@@ -299,7 +299,7 @@ items-taken-twice: SHARED, hopper("several_cluster_sizes and True")
     the launch behind clusters begins with their items, not with the others
 - w = a.first + first_work();
 + w = first_work();
-# -- Hopper's backward: grouped heads in step
+# -- Hopper's backward: a visit for all query heads of a group before the next visit
 never-back: SHARED, hopper("in_step and causal and 128")
     items that begin at the last row tile go on from there
 - member = 0, v += it.way;
