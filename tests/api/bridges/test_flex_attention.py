@@ -299,6 +299,15 @@ def test_torchs_transforms():
         torch.vmap(lambda q: loss(q, scales))(torch.stack([q, q]))
 
 
+def test_a_captured_tensor_may_be_lazily_negated():
+    q, k, v = inputs()
+    negated = torch.randn(H, dtype=torch.complex128).conj().imag
+    plus = flex_attention(q, k, v, lambda s, b, h, i, j: s + negated[h] * i)
+    minus = flex_attention(q, k, v, lambda s, b, h, i, j: s + negated.resolve_neg()[h] * i)
+    assert negated.is_neg()
+    torch.testing.assert_close(plus, minus)
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])
 def test_nothing_to_attend_to(shape):
     q = torch.ones(shape, requires_grad=True)
