@@ -143,7 +143,9 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert [sum(x >= 1 for x in way) for way in h100] == [11, 12]
     least = f"{100 * (h100[1][0] - 1):.1f}"
     assert f"backward is faster on all twelve, by at least {least} %." in GPU
-    assert f"forward reaches {h100[0][0]:.3f} of FA-CuTe's throughput (on the H200 {behind})." in GPU
+    assert (
+        f"forward reaches {h100[0][0]:.3f} of FA-CuTe's throughput (on the H200 {behind})." in GPU
+    )
     for name, said in (
         ("widths", "All sixteen shapes are faster than the fastest competitor in both directions."),
         ("serving", "faster than the fastest competitor on all thirteen shapes."),
@@ -397,7 +399,9 @@ def test_the_shortfalls_of_functions_are_of_the_kept_measurements(tables):
                 missed.setdefault(f"d = {d}, {name} | 0.85", []).append(ratio)
             if "ALiBi" in name:
                 assert float(named) >= 0.9
-    below = {name: ratios for name, ratios in beside.items() if min(ratios) < "1.50" and all(ratios)}
+    below = {
+        name: ratios for name, ratios in beside.items() if min(ratios) < "1.50" and all(ratios)
+    }
     assert (len(below), len(missed)) == (4, 3)
     for name, ratios in (below | missed).items():
         assert f"\n| {name} | {' | '.join(ratios)} |\n" in notebook
