@@ -1,6 +1,7 @@
 """`flashsim.torch.flex_attention` takes functions written for torch's FlexAttention, unchanged."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,10 +26,15 @@ BIAS = torch.randn(B, H, N, M, dtype=torch.float64, requires_grad=True)
 SCALE = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
 DOCS = (torch.arange(M) // 20).repeat(B, 1)
 LENGTHS = torch.tensor([M, 41])
+MODEL = SimpleNamespace(slopes=SLOPES)
 
 
 def alibi(score, b, h, q_idx, kv_idx):
     return score + SLOPES[h] * (kv_idx - q_idx)
+
+
+def of_an_object(score, b, h, q_idx, kv_idx):
+    return score + MODEL.slopes[h] * (kv_idx - q_idx)
 
 
 def relative(score, b, h, q_idx, kv_idx):
@@ -65,7 +71,12 @@ def inputs(heads=H):
     return q, torch.randn(B, heads, M, D, **like), torch.randn(B, heads, M, D, **like)
 
 
-CAPTURED = {"alibi": [SLOPES], "relative": [TABLE], "biased": [SCALE, BIAS]}
+CAPTURED = {
+    "alibi": [SLOPES],
+    "of_an_object": [SLOPES],
+    "relative": [TABLE],
+    "biased": [SCALE, BIAS],
+}
 
 
 CASES = [
@@ -73,6 +84,7 @@ CASES = [
     *((score, documents, "simulator") for score in (alibi, relative, biased, capped, squared)),
     *((None, mask, "numba") for mask in (causal, documents, by_head)),
     *((relative, mask, "numba") for mask in (causal, by_head)),
+    (of_an_object, None, "simulator"),
 ]
 
 
