@@ -28,6 +28,7 @@ from gpu_lab import csv_file, medians, open_lab
 
 from flashsim import Tiling
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.family import fastest_backward
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.engines.protocol import Job
 
@@ -134,12 +135,7 @@ def outer(shape: Shape, algorithm: str, family: Any, gpu: Gpu) -> tuple[Tiling, 
 
 def rule(shape: Shape, gpu: Gpu) -> str:
     """Return the algorithm that ``backward(deterministic=False)`` selects."""
-    p = shape.problem
-    if HOPPER.stores_dq(p, gpu, ordered=False):
-        return "flash2-once"
-    if not HOPPER.fuses(p, gpu):
-        return "flash2"
-    return "flash2-fused-first" if HOPPER.stores_first(p, gpu) else "flash2-fused"
+    return fastest_backward(shape.problem, gpu, lambda _: HOPPER, "flash2", False, tiled=False)[0]
 
 
 def works(

@@ -9,6 +9,7 @@ from flashsim.backends import failures
 from flashsim.backends.launch import device_tables
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy import family as families
 from flashsim.backends.launch_policy.decode_plan import ALGORITHM as DECODE
 from flashsim.backends.launch_policy.decode_plan import OPTIONS as DECODING
 from flashsim.backends.launch_policy.family import Family
@@ -171,33 +172,26 @@ def adopt(name: str, array: Any) -> Any:
     return arrays.adopt(name, array)
 
 
-def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fastest deterministic backward is the fused one with ordered dQ sums."""
-    job = bias.as_function(job)
-    family = _family(job, gpu_of(saved["space"].device), "backward")
-    return family.orders_dq(job.problem)
+def fastest_backward(
+    job: Job, saved: Mapping[str, Any], algorithm: str, deterministic: bool
+) -> tuple[str, bool]:
+    """Return the fastest backward algorithm, and whether it adds to dQ in a fixed order."""
+    return fastest_of(_family, job, saved, algorithm, deterministic)
 
 
-def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether "flash2-once" (deterministic) is the fastest backward on this GPU.
-
-    The function compares "flash2-once" with `job`, the backward pass that would run otherwise.
-    """
+def fastest_of(
+    family_of: FamilyOf, job: Job, saved: Mapping[str, Any], algorithm: str, deterministic: bool
+) -> tuple[str, bool]:
+    """Return the result of `fastest_backward` for the families that `family_of` selects."""
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
-    family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
-    return family.stores_dq(job.problem, gpu, ordered=ordered)
-
-
-def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fused backward pass is the fastest if dQ may be added up in any order."""
-    job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
-    return _family(job, gpu, "backward").fuses(job.problem, gpu)
-
-
-def stores_first(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether "flash2-fused-first" is the faster form of the fused backward pass."""
-    job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
-    return _family(job, gpu, "backward").stores_first(job.problem, gpu)
+    return families.fastest_backward(
+        job.problem,
+        gpu,
+        lambda form: family_of(replace(job, algorithm=form), gpu, "backward"),
+        algorithm,
+        deterministic,
+        tiled=job.tiling is not None,
+    )
 
 
 def forward_with(family_of: FamilyOf, job: Job) -> Outcome:

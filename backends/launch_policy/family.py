@@ -297,6 +297,33 @@ class Family(ABC):
         return _passes(self, asked, tiling, key_order, report)
 
 
+def fastest_backward(
+    problem: Problem,
+    gpu: Gpu,
+    family_of: Callable[[str], Family],
+    algorithm: str,
+    deterministic: bool,
+    *,
+    tiled: bool,
+) -> tuple[str, bool]:
+    """Return the fastest algorithm for a backward pass, and whether it adds to dQ in a fixed order.
+
+    `family_of` returns the kernel family that runs a backward algorithm. If the caller chose a
+    tiling (`tiled`) or another algorithm than "flash2", only the order of dQ's sums is chosen.
+    """
+    form = plans.backward_form(algorithm, deterministic)
+    any_form = algorithm == "flash2" and not tiled
+    if any_form and family_of(form).stores_dq(problem, gpu, ordered=deterministic):
+        return "flash2-once", False
+    if deterministic:
+        ordered = family_of("flash2-fused").orders_dq(problem)
+        return ("flash2-fused", True) if ordered else (form, False)
+    if any_form and not family_of(form).fuses(problem, gpu):
+        return "flash2", False
+    first = any_form and family_of(form).stores_first(problem, gpu)
+    return ("flash2-fused-first" if first else form), False
+
+
 def widest(problem: Problem) -> int:
     """The larger of head_dim and head_dim_v."""
     return max(problem.head_dim, problem.head_dim_v)

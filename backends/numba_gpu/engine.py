@@ -87,20 +87,13 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
     return _launcher().constant_of(job, shape, dtype, value)
 
 
-def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fastest deterministic backward is the fused one with ordered dQ sums."""
+def fastest_backward(
+    job: Job, saved: Mapping[str, Any], algorithm: str, deterministic: bool
+) -> tuple[str, bool]:
+    """Return the fastest backward algorithm, and whether it adds to dQ in a fixed order."""
     if _kernel(job) == "teaching":
-        return False
-    job = _with_bias(job)
-    return _family_of(job, saved).orders_dq(job.problem)
-
-
-def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fused backward is the fastest if dQ may be added up in any order."""
-    if _kernel(job) == "teaching":
-        return True
-    job, gpu = _with_bias(job), _launcher().gpu_of(saved["space"].device)
-    return _family_of(job, saved).fuses(job.problem, gpu)
+        return job.algorithm, False
+    return _launcher().fastest_of(_family, job, saved, algorithm, deterministic)
 
 
 def adopt(name: str, array: Any) -> Any:
@@ -134,11 +127,6 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     p = job.problem
     refusal = HOPPER.refusal(p, job.tiling, gpu, direction, job.algorithm)
     return TENSOR if refusal else HOPPER
-
-
-def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
-    """Return the kernel family of a backward pass on the saved arrays' GPU."""
-    return _family(job, _launcher().gpu_of(saved["space"].device), "backward")
 
 
 def _kernel(job: Job) -> str:

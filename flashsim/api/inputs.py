@@ -293,9 +293,9 @@ def _bias_shape(bias: Any, dtype: str, full: tuple[int, ...]) -> tuple[int, ...]
     shape = shape_of("bias", bias)
     whose, needed = ("out", "bfloat16") if dtype in checks.FP8 else ("q", dtype)
     if name_of(bias.dtype) != needed:
+        found = name_of(bias.dtype)
         raise DTypeError(
-            f"bias must have the same dtype as {whose}, which is {needed}, got "
-            f"{name_of(bias.dtype)}"
+            f"bias must have the same dtype as {whose}, which is {needed}, got {found}"
         )
     if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
         raise ShapeError(

@@ -1,6 +1,6 @@
 """Check a call of `run` or `backward`; for a call like an earlier one, reuse the earlier check."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,7 +90,6 @@ class Checked:
         arrays of the score function whose gradients the caller wants; an empty problem has none.
         """
         captured = () if self.empty else tuple(captured)
-        engine = self.engine
         form = plans.backward_form(mine.algorithm, deterministic)  # raises if there is none
         if trace is not None:
             trace = inputs.check_trace_mode(trace, self.backend)
@@ -105,22 +104,11 @@ class Checked:
         if deterministic is None:
             return job
 
-        def ask_engine(test: str, default: bool, **how: Any) -> Callable[[str], bool]:
-            answer = getattr(engine, test, None)
-            if answer is None:
-                return lambda _: default
-            return lambda form: answer(replace(job, algorithm=form, **how), saved)
-
-        algorithm, ordered = plans.fastest_backward(
-            mine.algorithm,
-            deterministic,
-            tiled=tiling is not None,
-            stores_dq=ask_engine("stores_dq", False),
-            orders_dq=ask_engine("orders_dq", False, deterministic=True),
-            fuses=ask_engine("fuses", True),
-            stores_first=ask_engine("stores_first", False),
-        )
-        return replace(job, algorithm=algorithm, deterministic=ordered)
+        fastest = getattr(self.engine, "fastest_backward", None)
+        if fastest is not None:
+            form, ordered = fastest(job, saved, mine.algorithm, deterministic)
+            job = replace(job, algorithm=form, deterministic=ordered)
+        return job
 
 
 #: Requests that passed every check; the key is everything that the checks read. The checks take

@@ -38,7 +38,7 @@ class Job:
         The engine's own options, whose names are in ``OPTIONS``.
     deterministic : bool
         Whether the backward pass of "flash2-fused" adds to dQ in a fixed order. True only if the
-        engine's `orders_dq` returned True.
+        engine's `fastest_backward` says so.
     memo : dict
         Cached values that depend on the job, but not on the content of its arrays.
     """
@@ -139,13 +139,12 @@ Repeat = Callable[[Any, Any, Any], tuple[Any, Any, Mapping[str, Any]] | None]
 class Engine(Protocol):
     """The functions that every engine module has.
 
-    Six more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
-    dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
-    backward is the fastest if dQ may be added up in any order. `stores_dq(job, saved)` returns
-    whether "flash2-once" is faster than the job's algorithm, and `stores_first(job, saved)` whether
-    "flash2-fused-first" is faster than "flash2-fused". `adopt(name, array)` converts an array that
-    supports only DLPack to a type that the engine accepts. `repeat(job)` returns a function that
-    repeats a forward pass without checks (see `Repeat`), or None if the job needs them.
+    Three more functions are optional. `fastest_backward(job, saved, algorithm, deterministic)`
+    returns the algorithm of the fastest backward pass after a forward pass of `algorithm`, and
+    whether it adds to dQ in a fixed order (`Job.deterministic`). `adopt(name, array)` converts an
+    array that supports only DLPack to a type that the engine accepts. `repeat(job)` returns a
+    function that repeats a forward pass without checks (see `Repeat`), or None if the job needs
+    them.
     """
 
     OPTIONS: frozenset[str]

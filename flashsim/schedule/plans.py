@@ -1,6 +1,5 @@
 """Computes an algorithm's stages for one problem: moves with their sizes, and on-chip buffers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -274,38 +273,6 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
     if deterministic:
         return "flash2"
     return "flash2-fused" if algorithm == "flash2" else algorithm
-
-
-def fastest_backward(
-    algorithm: str,
-    deterministic: bool | None,
-    *,
-    tiled: bool,
-    stores_dq: Callable[[str], bool],
-    orders_dq: Callable[[str], bool],
-    fuses: Callable[[str], bool],
-    stores_first: Callable[[str], bool],
-) -> tuple[str, bool]:
-    """Return the fastest algorithm for a backward pass, and whether it adds to dQ in a fixed order.
-
-    ``deterministic=None`` keeps the backward pass of `algorithm`. With a tiling from the caller
-    (`tiled`), `stores_dq`, `fuses` and `stores_first` are ignored. `stores_dq` says whether
-    "flash2-once" is faster on this backend. `orders_dq` says whether the fused pass can add to dQ
-    in a fixed order, and is then fastest. `fuses` says whether the fused pass is faster than three
-    passes, and `stores_first` whether "flash2-fused-first" is its faster form.
-    """
-    form = backward_form(algorithm, deterministic)
-    any_form = deterministic is not None and algorithm == "flash2" and not tiled
-    if any_form and stores_dq(form):
-        return "flash2-once", False
-    if deterministic and orders_dq("flash2-fused"):
-        return "flash2-fused", True
-    if any_form and not deterministic:
-        if not fuses(form):
-            return "flash2", False
-        if stores_first(form):
-            return "flash2-fused-first", False
-    return form, False
 
 
 def check_algorithm(algorithm: str) -> str:

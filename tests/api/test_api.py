@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import flashsim
 from flashsim import BlockMask, Device, FlashSimError, Problem, Tiling, UnknownArgumentError
 from flashsim.api.dispatch import BACKENDS
 from flashsim.api.inputs import Request
+from flashsim.backends.launch_policy.family import fastest_backward
 
 
 @pytest.fixture
@@ -113,7 +115,12 @@ def test_where_any_order_will_do_an_engine_may_choose_the_form(
 ):
     from flashsim.engines import simulator
 
-    monkeypatch.setattr(simulator, "fuses", lambda job, saved: False, raising=False)
+    def fastest(job, saved, *how):
+        three = SimpleNamespace(fuses=lambda *_: False, stores_dq=lambda *_, **__: False)
+        tiled = job.tiling is not None
+        return fastest_backward(job.problem, None, lambda _: three, *how, tiled=tiled)
+
+    monkeypatch.setattr(simulator, "fastest_backward", fastest, raising=False)
     result = run(x, algorithm=algorithm, trace=True)
     trace = result.backward(x.dout, deterministic=False, tiling=tiling).trace
     assert trace.algorithm == ("flash2-fused" if fused else "flash2")
@@ -132,8 +139,6 @@ class OnGpu:
 @pytest.fixture
 def jobs(monkeypatch):
     """The jobs that an engine behind backend "cupy" gets; it computes nothing."""
-    from types import SimpleNamespace
-
     from flashsim.api import dispatch
     from flashsim.api import request as requests
     from flashsim.engines.protocol import Outcome

@@ -1,6 +1,7 @@
 """`"flash2-once"`: a backward in one pass, for schedules in which each row tile has one visit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from test_traffic import assert_counted, problems
 
 import flashsim
 from flashsim import BlockMask, Device, Problem, SramOverflow, Tiling, TilingError
+from flashsim.backends.launch_policy.family import fastest_backward
 from flashsim.engines import simulator
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.schedule.schedule import Schedule
@@ -133,9 +135,18 @@ def test_who_has_it():
 )
 def test_an_engine_may_choose_it(monkeypatch, algorithm, deterministic, tiling, expected):
     asked = []
-    monkeypatch.setattr(
-        simulator, "stores_dq", lambda job, _: asked.append(job.algorithm) or True, raising=False
-    )
+
+    def fastest(job, saved, *how):
+        once = SimpleNamespace(stores_dq=lambda *_, **__: True, stores_first=lambda *_: False)
+
+        def family_of(form):
+            asked.append(form)
+            return once
+
+        tiled = job.tiling is not None
+        return fastest_backward(job.problem, None, family_of, *how, tiled=tiled)
+
+    monkeypatch.setattr(simulator, "fastest_backward", fastest, raising=False)
     x = tensors(40, 40, 8)
     result = flashsim.run(x.q, x.k, x.v, algorithm=algorithm, trace=True)
     trace = result.backward(x.dout, deterministic=deterministic, tiling=tiling).trace

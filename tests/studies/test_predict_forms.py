@@ -2,17 +2,15 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from repository import page
 
 from flashsim import Device, OptionError, Problem, UnsupportedError
-from flashsim.api.request import Checked
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.family import fastest_backward
 from flashsim.backends.launch_policy.hopper import HOPPER
-from flashsim.engines.protocol import Job
 from flashsim.studies.predict import Constants, calibration, predict
 from flashsim.studies.predict.blocks import in_launches
 from flashsim.studies.predict.calibration import CALIBRATED
@@ -153,14 +151,9 @@ FORMS = {
 def test_the_form_that_runs_is_predicted_and_named(form):
     """The engine asks the same rules where it runs `backward(deterministic=False)`."""
     p, gpu = FORMS[form], Gpu.like(Device.get("H200"))
-    engine = SimpleNamespace(
-        stores_dq=lambda job, saved: HOPPER.stores_dq(job.problem, gpu, ordered=False),
-        fuses=lambda job, saved: HOPPER.fuses(job.problem, gpu),
-    )
-    checked, mine = Checked(engine, "cupy", None, None, 4, None), Job(p, None, None, None)
-    job = checked.backward_job(mine, {}, None, False, None, dlse=False)
+    runs = fastest_backward(p, gpu, lambda _: HOPPER, "flash2", False, tiled=False)
     found = predict(p, direction="backward", deterministic=False)
-    assert found.traffic.algorithm == job.algorithm == form
+    assert (found.traffic.algorithm, False) == runs == (form, False)
     assert found.seconds == predict(p, direction="backward", algorithm=form).seconds
     assert str(found).startswith(f"{form} backward, ")
 

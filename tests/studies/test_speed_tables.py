@@ -140,9 +140,12 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
         f"{ends(h100[0])} × the fastest competitor forward, {ends(h100[1])} × backward | measured |"
     )
     assert f'| H100, 16-bit inputs | `"cupy"` | {said}' in GUIDE
-    least = [f"{100 * (way[0] - 1):.1f}" for way in h100]
-    assert all(x > 1 for way in h100 for x in way)
-    assert f"on all twelve shapes, by at least {least[0]} and {least[1]} %." in GPU
+    assert [sum(x >= 1 for x in way) for way in h100] == [11, 12]
+    least = f"{100 * (h100[1][0] - 1):.1f}"
+    assert f"backward is faster on all twelve, by at least {least} %." in GPU
+    assert (
+        f"forward reaches {h100[0][0]:.3f} of FA-CuTe's throughput (on the H200 {behind})." in GPU
+    )
     for name, said in (
         ("widths", "All sixteen shapes are faster than the fastest competitor in both directions."),
         ("serving", "faster than the fastest competitor on all thirteen shapes."),
@@ -323,7 +326,7 @@ def test_the_sentences_of_decoding_on_an_h100_are_of_the_kept_measurements(table
     assert f"Of {len(one)} shapes {len(one) - len(behind)} are at least as fast" in DECODING
     assert f"{behind[-1]:.1f} to {behind[0]:.1f} % behind:" in DECODING
     assert f"{len(behind)} of {len(one)} decoding shapes are up to {behind[0]:.1f} %" in GUIDE
-    said = f"The {len(four)} measured ones are {four[0]:.1f} to {four[-1]:.1f} times as fast"
+    said = f"four queries all {len(four)} are ahead, by {four[0]:.1f} to {four[-1]:.1f} times."
     assert said in DECODING
 
 
@@ -381,13 +384,12 @@ def test_the_sentences_of_an_epyc_are_of_the_kept_measurements(bench):
 def test_the_shortfalls_of_functions_are_of_the_kept_measurements(tables):
     """Each ratio to FlexAttention below 1.5, and forwards that miss a goal by our own kernel."""
     notebook = page("notebooks/functions_gpu.md")
-    below, missed = {}, {}
+    beside, missed = {}, {}
     for gpu in ("h100", "h200"):
         rows = [r.split(" | ") for r in tables.flex(f"gpu-flex-{gpu}.csv").splitlines()[2:]]
         causal = {r[1]: float(r[3]) for r in rows if r[2] == "causal"}
         for _, d, name, forward, named, _, ratio, *backward in rows:
-            if ratio and float(ratio) < 1.5:
-                below.setdefault(f"d = {d}, {name.replace('none, bias', 'bias')}", []).append(ratio)
+            beside.setdefault(f"d = {d}, {name}", []).append(ratio)
             if backward[3].strip(" |"):
                 assert float(backward[3].strip(" |")) >= 1.5
             if "table" in name and float(named) < 0.9:
@@ -397,9 +399,11 @@ def test_the_shortfalls_of_functions_are_of_the_kept_measurements(tables):
                 missed.setdefault(f"d = {d}, {name} | 0.85", []).append(ratio)
             if "ALiBi" in name:
                 assert float(named) >= 0.9
-    assert (len(below), len(missed)) == (3, 3)
+    below = {
+        name: ratios for name, ratios in beside.items() if min(ratios) < "1.50" and all(ratios)
+    }
+    assert (len(below), len(missed)) == (4, 3)
     for name, ratios in (below | missed).items():
-        name = name.replace("d = 64, none", "d = 64, no function")
         assert f"\n| {name} | {' | '.join(ratios)} |\n" in notebook
 
 

@@ -11,6 +11,7 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.api.request import Checked
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.family import fastest_backward
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.engines.protocol import Job
 from flashsim.schedule.split import Split
@@ -68,8 +69,12 @@ def test_the_fused_form_is_timed_where_the_rule_takes_the_other(
 
 def form_of(problem, deterministic, tiling):
     """What `Result.backward` makes of its options where the rule says three passes."""
-    engine = SimpleNamespace(fuses=lambda job, saved: HOPPER.fuses(job.problem, GPU))
-    checked = Checked(engine, "cupy", None, None, 4, None)
+
+    def fastest(job, saved, *how):
+        tiled = job.tiling is not None
+        return fastest_backward(job.problem, GPU, lambda _: HOPPER, *how, tiled=tiled)
+
+    checked = Checked(SimpleNamespace(fastest_backward=fastest), "cupy", None, None, 4, None)
     mine = Job(problem, None, None, None)
     return checked.backward_job(mine, {}, tiling, deterministic, None, dlse=False).algorithm
 

@@ -12,7 +12,7 @@ from flashsim.api.decode_options import DecodeOptions, counted_fields, with_fiel
 from flashsim.api.kv_cache import live_problem
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.passes import KernelPass
-from flashsim.backends.launch_policy.family import Family
+from flashsim.backends.launch_policy.family import Family, fastest_backward
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE
@@ -188,14 +188,8 @@ def _form(
 ) -> str:
     """Return the algorithm that `Result.backward(deterministic)` runs on the device."""
     family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
-    form, ordered = plans.fastest_backward(
-        algorithm,
-        deterministic,
-        tiled=tiling is not None,
-        stores_dq=lambda _: family.stores_dq(problem, gpu, ordered=deterministic),
-        orders_dq=lambda _: family.orders_dq(problem),
-        fuses=lambda _: family.fuses(problem, gpu),
-        stores_first=lambda _: family.stores_first(problem, gpu),
+    form, ordered = fastest_backward(
+        problem, gpu, lambda _: family, algorithm, deterministic, tiled=tiling is not None
     )
     if ordered:
         raise UnsupportedError(
