@@ -67,7 +67,7 @@ class _Compiled(HigherOrderOperator):
             functions["score_mod"] = score.graph.entry()
             functions["wanted"] = [n for n, x in enumerate(score.arrays) if x.requires_grad]
             more |= {f"score_mod.{n}": x for n, x in enumerate(score.arrays)}
-        if mask.graph.nodes[mask.graph.root].op != "const":
+        if mask.graph.nodes[mask.graph.root].value is not True:  # not every score is kept
             functions["mask_mod"] = mask.graph.entry()
             more |= {f"mask_mod.{n}": x for n, x in enumerate(mask.arrays)}
         question = Options(False, -1, -1, 0.0, scale, "flash2", None, options["backend"])

@@ -255,6 +255,12 @@ def test_fullgraph_with_blocks_that_are_left_out_and_other_lengths():
         torch.testing.assert_close(plain(q[:, :, :n]), flex_attention(q[:, :, :n], k, v))
 
 
+def test_compiled_code_masks_every_score():
+    q, k, v = inputs()
+    out = whole(lambda q, k, v: flex_attention(q, k, v, block_mask=flex.or_masks()))(q, k, v)
+    assert not out.any()
+
+
 def test_an_exported_program_is_traced_strictly():
     class Attends(torch.nn.Module):
         def forward(self, q, k, v):
