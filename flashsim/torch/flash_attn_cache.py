@@ -61,7 +61,6 @@ def with_cache(
     cache = cache._replace(lengths=lengths, entries=entries, starts=starts)
     cache = _checked(cache, q.shape[0])
     for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
-        check_axes(name, x)
         if x.stride(-1) != 1:
             raise ShapeError(
                 f"{name} must have a contiguous last dimension, got strides {x.stride()}; pass "
@@ -117,20 +116,28 @@ def packed_over_cache(
 
     Cache lengths are read on the host, and `splits` has no effect.
     """
+    check_axes("q", q, "(tokens, heads, head_dim)")
     of_q = offsets_of("cu_seqlens_q", cu_seqlens_q)
+    if of_q[-1] != len(q):
+        raise ShapeError(f"cu_seqlens_q must end at q's {len(q)} tokens, got {of_q[-1]}")
     batch, lengths = len(of_q) - 1, cache.lengths
     cache = _checked(cache, batch)
     if lengths is None or isinstance(lengths, int):
         lengths = [_room(cache) if lengths is None else lengths] * batch
     before = torch.as_tensor(lengths, device=q.device)
-    if before.shape != (batch,):
+    if before.shape != (batch,) or before.is_floating_point():
         raise ShapeError(
-            f"cache_seqlens must be {batch} integers, one per sequence, got a tensor of shape "
-            f"{tuple(before.shape)}"
+            f"cache_seqlens must be {batch} integers, one per sequence, got {before.dtype} of "
+            f"shape {tuple(before.shape)}"
         )
     k, v, of_new = cache.new_k, cache.new_v, (0,) * (batch + 1)
     if k is not None and cu_seqlens_new is not None:
         of_new = offsets_of("cu_seqlens_k_new", cu_seqlens_new)
+        if len(of_new) != batch + 1:
+            raise ShapeError(
+                f"cu_seqlens_k_new must have {batch + 1} offsets, as cu_seqlens_q, got "
+                f"{len(of_new)}"
+            )
     elif k is not None and v is not None:  # (batch, n_new, heads, d)
         of_new = even_offsets(batch, k.shape[1])
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -166,6 +173,13 @@ def _checked(cache: Cache, batch: int) -> Cache:
         raise OptionError(
             "k= and v= hold the new keys and values, but only one of them was passed; pass "
             "both, or neither"
+        )
+    for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
+        check_axes(name, x)
+    if cache.k.shape[:3] != cache.v.shape[:3]:
+        raise ShapeError(
+            "k_cache and v_cache must have the same shape, except for head_dim, got "
+            f"{tuple(cache.k.shape)} and {tuple(cache.v.shape)}"
         )
     table, entries = cache.table, cache.entries
     if table is None:
@@ -227,12 +241,12 @@ def rotated(x: Tensor, at: Tensor, *, cos: Tensor, sin: Tensor, interleaved: boo
 
     The rotation is computed in float32 and rounded once.
     """
-    half = cos.shape[-1]
-    if cos.shape != sin.shape or 2 * half > x.shape[-1]:
+    if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise ShapeError(
             "rotary_cos and rotary_sin must have the same shape (positions, at most "
             f"{x.shape[-1] // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
+    half = cos.shape[1]
     rows = "positions to rotate by must be rows of rotary_cos,"
     decoding.check_within(rows, at, cos.shape[0])
     c, s = (t[at].unsqueeze(-2).float() for t in (cos, sin))

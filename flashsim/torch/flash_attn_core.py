@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashsim.errors import DTypeError, ShapeError, UnsupportedError
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError, shown
 from flashsim.functions.mask import MaskFunction
 from flashsim.torch import decoding
 from flashsim.torch.flex import Tensors, with_functions
@@ -107,11 +107,18 @@ def varlen(
             f"{len(of_q) - 1} and {len(of_k) - 1}"
         )
     if table is not None:
+        check_axes("the table of pages", table, "(batch, max_pages)")
         stops = [b - a for a, b in pairwise(of_k)]
         k, v = (tensors[name].transpose(1, 2) for name in ("k", "v"))
         k, v, _ = decoding.live(k, v, stops, table=table)
         tensors |= {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1)}
     n_q, device = len(tensors["q"]), tensors["q"].device
+    for name, x in tensors.items():
+        of = of_k if name in ("k", "v") else of_q
+        if of[-1] > len(x):
+            raise ShapeError(
+                f"cu_seqlens must end at the number of tokens of {name}, {len(x)}, got {of[-1]}"
+            )
     rows_q, cut_q = _kept_rows(of_q, _used("seqused_q", used[0], of_q), device)
     rows_k, cut_k = _kept_rows(of_k, _used("seqused_k", used[1], of_k), device)
     for name, x in tensors.items():
@@ -147,6 +154,11 @@ def attend(
             raise ShapeError(
                 "qv must have q's rows and heads, and v's head_dim; as (batch, heads, n, d), got "
                 f"qv {tuple(qv.shape)}, q {tuple(q.shape)} and v {tuple(v.shape)}"
+            )
+        if k.shape[:-1] != v.shape[:-1]:
+            raise ShapeError(
+                "k and v must have the same heads and rows; as (batch, heads, n, d), got "
+                f"k {tuple(k.shape)} and v {tuple(v.shape)}"
             )
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
         q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)
@@ -338,7 +350,7 @@ def _kept_rows(
 def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | None:
     if given is None:
         return None
-    used = [int(n) for n in given.flatten().tolist()]
+    used = integers_of(name, given)
     if len(used) != len(of) - 1 or any(
         not 0 <= n <= b - a for n, (a, b) in zip(used, pairwise(of), strict=True)
     ):
@@ -349,9 +361,19 @@ def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | N
     return used
 
 
+def integers_of(name: str, given: Tensor) -> list[int]:
+    """Return a tensor's integers; raise ShapeError unless it is a 1-D tensor of integers."""
+    if given.ndim != 1 or given.is_floating_point():
+        raise ShapeError(
+            f"{name} must be a 1-D tensor of integers, got {given.dtype} of shape "
+            f"{tuple(given.shape)}"
+        )
+    return given.tolist()
+
+
 def offsets_of(name: str, given: Any) -> tuple[int, ...]:
     """Return cumulative sequence lengths as integers; raise ShapeError if they decrease."""
-    values = given.flatten().tolist() if isinstance(given, Tensor) else list(given)
+    values = integers_of(name, given) if isinstance(given, Tensor) else list(given)
     if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ShapeError(f"{name} must begin at 0 and not decrease, got {values[:8]}")
     return tuple(values)
@@ -377,9 +399,18 @@ def unpacked(name: str, x: Tensor, rows: str = "batch, n") -> tuple[Tensor, ...]
     return x.unbind(-3)
 
 
+def sides(window: Window) -> tuple[int | None, int | None]:
+    """Return the two entries of window_size; raise ShapeError for another number of entries."""
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ShapeError(f"window_size must be a pair (left, right), got {shown(window)}") from None
+    return left, right
+
+
 def limits(window: Window) -> tuple[int, int] | None:
     """Return a window as `flashsim.torch.decode` takes it; None for no limit on either side."""
-    left, right = window
+    left, right = sides(window)
     left = -1 if left is None or left < 0 else int(left)
     right = -1 if right is None or right < 0 else int(right)
     return None if left == right == -1 else (left, right)

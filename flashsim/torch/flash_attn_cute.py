@@ -217,15 +217,18 @@ def _of_pages(k: Tensor, table: Tensor, cu_seqlens: Tensor | None, used: Tensor 
         raise OptionError(
             "page_table= cannot be combined with cu_seqlens_k=; pass the lengths as seqused_k="
         )
+    core.check_axes("k", k, "(pages, page_size, heads, head_dim)")
+    core.check_axes("page_table", table, "(batch, max_pages)")
     whole = [k.shape[1] * table.shape[1]] * table.shape[0]
-    return list(accumulate(whole if used is None else used.tolist(), initial=0))
+    lengths = whole if used is None else core.integers_of("seqused_k", used)
+    return list(accumulate(lengths, initial=0))
 
 
 def _scores(
     scale: float | None, causal: bool, window: Window, softcap: Any, ordered: bool, sinks: Any
 ) -> core.ScoreOptions:
     """Return options of scores; the window's limits apply in addition to the causal mask."""
-    left, right = window
+    left, right = core.sides(window)
     right = 0 if causal else right
     if left is not None and right is not None and left + right < 0:
         left = right = None

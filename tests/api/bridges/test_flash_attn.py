@@ -461,6 +461,25 @@ fa2.flash_attn_varlen_func(Q[0], K, V, *CUTS, 5, 8) -> ShapeError: k must be a t
 fa3.flash_attn_varlen_func(*ONE, *CUTS, 5, 8, torch.tensor([-1]))
     -> ShapeError: at most the length of
 fa3.flash_attn_func(Q, K, V, qv=K) -> ShapeError: qv must have q's rows
+fa3.flash_attn_func(Q, K, V[:, :4], qv=Q) -> ShapeError: k and v must have the same heads and rows
+fa2.flash_attn_func(Q, K, V, window_size=(1, 2, 3))
+    -> ShapeError: window_size must be a pair (left, right), got (1, 2, 3)
+cute.flash_attn_func(Q, K, V, window_size=()) -> ShapeError: must be a pair (left, right), got ()
+fa3.flash_attn_varlen_func(*ONE, CUTS[0], 9 * CUTS[1], 5, 8, seqused_k=CUTS[1][:1])
+    -> ShapeError: the number of tokens of k, 8, got 72
+fa3.flash_attn_varlen_func(*ONE, *CUTS, 5, 8, torch.tensor([2.5]))
+    -> ShapeError: seqused_q must be a 1-D tensor of integers, got torch.float32
+cute.flash_attn_varlen_func(Q[0], K, V, None, CUTS[0], page_table=TABLE[:1], seqused_k=CUTS[1] / 1)
+    -> ShapeError: seqused_k must be a 1-D tensor of integers, got torch.float32
+cute.flash_attn_varlen_func(Q[0], K[0], V[0], None, CUTS[0], page_table=TABLE[:1])
+    -> ShapeError: k must be a tensor (pages, page_size
+fa2.flash_attn_varlen_func(Q[0], K, V, *CUTS, 5, 8, block_table=TABLE[0])
+    -> ShapeError: the table of pages must be a tensor (batch, max_pages), got (1,)
+fa3.flash_attn_with_kvcache(Q, K, V, cu_seqlens_q=CUTS[0]) -> ShapeError: q must be a tensor (tokens
+fa3.flash_attn_with_kvcache(Q[0], K, V, cu_seqlens_q=CUTS[1])
+    -> ShapeError: cu_seqlens_q must end at q's 5 tokens, got 8
+fa3.flash_attn_with_kvcache(Q[0], K, V, *ONE[1:], cu_seqlens_q=CUTS[0], cu_seqlens_k_new=TABLE[0])
+    -> ShapeError: cu_seqlens_k_new must have 2 offsets
 decode(*CACHE, cache_seqlens=[1]) -> ShapeError: 2 integers, one per sequence
 decode(*CACHE, cache_seqlens=torch.ones(2)) -> ShapeError: 2 integers, one per sequence
 decode(*CACHE, block_table=TABLE.long()) -> ShapeError: block_table must be int32
@@ -522,6 +541,7 @@ def test_what_does_not_fit_is_refused_before_a_cache_changes():
         (r"k must be a tensor \(batch, n", {"k": new_k[0]}),
         (r"q must be a tensor \(batch, n", {"q": q[0]}),
         (r"v_cache must be a tensor \(batch, n", {"v_cache": v[0]}),
+        ("k_cache and v_cache must have the same shape", {"v_cache": v[:, :8]}),
         ("rows 0 to 8, got 3 to 9", {"cache_seqlens": torch.tensor([3, 8])}),
         ("rows 0 to 8, got -1 to 4", {"cache_seqlens": torch.tensor([3, -1])}),
         ("rows 0 to 8, got 3 to 9", {"cache_seqlens": torch.tensor([3, 8]), "block_table": pages}),
@@ -536,6 +556,7 @@ def test_what_does_not_fit_is_refused_before_a_cache_changes():
         ("cache_batch_idx must be 2 integers", {"cache_batch_idx": pages}),
         ("rows of rotary_cos, 0 to 3, got 2 to 4", {
             "cache_seqlens": torch.tensor([2, 3]), "rotary_cos": cos, "rotary_sin": cos}),
+        ("rotary_sin must have the same shape", {"rotary_cos": cos[0], "rotary_sin": cos[0]}),
     ]  # fmt: skip
     caches = k.clone(), v.clone()
     for words, changed in cases:
@@ -552,7 +573,7 @@ def test_what_does_not_fit_is_refused_before_a_cache_changes():
     with pytest.raises(ShapeError, match="cache_seqlens must be 2 integers"):
         flash_attn_interface.flash_attn_with_kvcache(
             *(q.flatten(0, 1), *caches),
-            **{"cache_seqlens": torch.tensor([1, 2, 3]), "cu_seqlens_q": torch.tensor([0, 2, 4])},
+            **{"cache_seqlens": torch.tensor([1.0, 2]), "cu_seqlens_q": torch.tensor([0, 2, 4])},
         )
     for name in ("k", "v"):
         words = f"{name}= must have the dtype of {name}_cache, float32, got float16; convert it"
