@@ -286,7 +286,7 @@ def host_values(array: Any, spec: ArraySpec, *, copy: bool = True) -> np.ndarray
     With `copy`, the result is a read-only copy; otherwise, the result is a view if possible.
     """
     if hasattr(array, "detach"):  # torch
-        plain = array.detach().cpu()
+        plain = array.detach().cpu().resolve_neg()
         array = (plain.float() if spec.dtype == "bfloat16" else plain).numpy()
     elif hasattr(array, "get") and not isinstance(array, np.ndarray):  # CuPy
         array = array.get()
