@@ -296,6 +296,12 @@ traced(lambda q, k, v: attention(k, k, v, causal=q[0, 0] > 0))
     -> DTypeError: causal= must be a Python value ... pass 'causal' in static_argnames=
 traced(lambda q, k, v: attention(k, k, v, window=(q[0, 0], 0)))
     -> DTypeError: window= must be a Python value ... pass 'window' in static_argnames=
+jax.jit(as_jax_nn)(is_causal=True)
+    -> DTypeError: is_causal= must be a Python value ... pass 'is_causal' in static_argnames=
+jax.jit(as_jax_nn)(local_window_size=(3, 2))
+    -> DTypeError: local_window_size= must be a Python value ... pass 'local_window_size' in static
+jax.jit(as_jax_nn)(return_residual=True)
+    -> DTypeError: return_residual= must be a Python value ... pass 'return_residual' in static
 traced(lambda q, k, v: dot_product_attention(q, k, v[0]))
     -> ShapeError: or all be ... arrays, got shapes
 traced(lambda q, k, v: dot_product_attention(q, q, q, mask=q)) -> DTypeError: must be boolean
