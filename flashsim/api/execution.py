@@ -12,6 +12,8 @@ from flashsim.api.inputs import Request
 from flashsim.api.request import ask
 from flashsim.api.result import Gradients, Result, made, recorded
 from flashsim.errors import own_errors
+from flashsim.functions.mask import MaskFunction
+from flashsim.functions.tracing import Traced
 from flashsim.problem.hardware import Device
 from flashsim.schedule.tiling import Tiling
 
@@ -30,8 +32,8 @@ def run(
     bias: Any = None,
     mask: Callable[..., Any] | None = None,
     block_mask: Any = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | MaskFunction | None = None,
+    score_mod: Callable[..., Any] | Traced | None = None,
     sinks: Any = None,
     cu_seqlens_q: Sequence[int] | None = None,
     cu_seqlens_k: Sequence[int] | None = None,

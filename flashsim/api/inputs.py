@@ -154,8 +154,7 @@ def prepare(
     batch, heads, n_q, d = of_q
     n_kv, leading = of_k[2], None
     if bias is not None:
-        wide = "bfloat16" if dtype in checks.FP8 else dtype
-        shape = _bias_shape(bias, wide, (batch, heads, n_q, n_kv))
+        shape = _bias_shape(bias, dtype, (batch, heads, n_q, n_kv))
         bias = bias.reshape(shape)
         leading = bias.shape[0], bias.shape[1]
     offsets_q, offsets_k = offsets(request.cu_seqlens_q), offsets(request.cu_seqlens_k)
@@ -292,10 +291,11 @@ def _named(shapes: Iterable[tuple[int, ...]]) -> str:
 
 def _bias_shape(bias: Any, dtype: str, full: tuple[int, ...]) -> tuple[int, ...]:
     shape = shape_of("bias", bias)
-    if name_of(bias.dtype) != dtype:
-        whose = "out" if dtype == "bfloat16" else "q"  # as FP8 inputs have it, whose out is wider
+    whose, needed = ("out", "bfloat16") if dtype in checks.FP8 else ("q", dtype)
+    if name_of(bias.dtype) != needed:
+        found = name_of(bias.dtype)
         raise DTypeError(
-            f"bias must have the same dtype as {whose}, which is {dtype}, got {name_of(bias.dtype)}"
+            f"bias must have the same dtype as {whose}, which is {needed}, got {found}"
         )
     if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
         raise ShapeError(

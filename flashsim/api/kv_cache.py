@@ -5,6 +5,7 @@ changed: the engine gets `cache_seqlens` and `block_table` among its options.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -69,15 +70,17 @@ def live_problem(
             "be 1 or more"
         )
     live = {**options, "cache_seqlens": lengths}
-    fields = {name: getattr(whole, name) for name in _SAME}
+    page_size = whole.page_size
     prefix = checks.count("shared_prefix", live.pop("shared_prefix", 0))
     live_keys.check_prefix(prefix, lengths)
     if "block_table" in options:
-        fields["page_size"] = pool[2]
+        page_size = pool[2]
         live["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
     own = (n - prefix for n in lengths)
-    problem = Problem(
-        **fields,
+    problem = replace(
+        whole,
+        batch=1,
+        page_size=page_size,
         n_q=whole.n_q * whole.batch,
         n_kv=sum(lengths) - prefix * (whole.batch - 1),
         cu_seqlens_q=tuple(range(0, whole.n_q * whole.batch + 1, whole.n_q)),
@@ -129,9 +132,3 @@ def _checked_table(
     table = said.astype(np.int64)
     live_keys.check_pages(table, lengths, pool[2], pool[0], prefix)
     return table
-
-
-_SAME = (
-    *("head_dim", "head_dim_v", "heads", "kv_heads", "dtype", "causal", "window", "softcap"),
-    *("scale", "block_mask", "mask", "page_size", "latent"),
-)

@@ -5,7 +5,6 @@ import functools
 import inspect
 import math
 import re
-import runpy
 import textwrap
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,13 @@ from flashsim.cli import options as opt
 from flashsim.cli.declare import Format, option
 from flashsim.cli.output import show
 from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
-from flashsim.own_kernels.files import beside, imported, imports, readers_errors
+from flashsim.own_kernels.files import (
+    beside,
+    imported,
+    imports,
+    readers_errors,
+    run_program,
+)
 from flashsim.problem import checks, oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
@@ -115,7 +120,7 @@ def kernel(
     with on_cpu as replace_imported, beside(path):
         if not function:
             with watch(**options) as seen, readers_errors(path):
-                runpy.run_path(str(path), run_name="__main__")
+                run_program(path)
         else:
             with readers_errors(path):
                 module = imported(path)
@@ -323,8 +328,9 @@ class _Arrays:
             return array
         import torch
 
-        if array.dtype.name == "bfloat16":
-            return torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16)
+        name = array.dtype.name
+        if name == "bfloat16" or name in checks.FP8:  # from_numpy knows only NumPy's types
+            return torch.from_numpy(array.astype(np.float32)).to(getattr(torch, name))
         return torch.from_numpy(array)
 
 

@@ -174,7 +174,8 @@ def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
     """Rearrange (batch, kv_heads, n_q * group[, width]) back to (batch, heads, n_q[, width])."""
     rest = x.shape[3:]
     rows = x.reshape(p.batch, p.kv_heads, p.n_q, p.group, *rest)
-    return rows.swapaxes(2, 3).reshape(p.batch, p.heads, p.n_q, *rest)
+    # with one KV head, reshape alone returns a view, whose last axis is not contiguous
+    return np.ascontiguousarray(rows.swapaxes(2, 3)).reshape(p.batch, p.heads, p.n_q, *rest)
 
 
 def _room(job: Job, machine: Machine) -> dict[str, np.ndarray]:

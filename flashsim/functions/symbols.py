@@ -37,12 +37,18 @@ def _kind_of(dtype: Any) -> str:
 
 
 def _operator(name: str, turned: bool = False) -> Any:
+    original = getattr(operator, {"div": "truediv", "and": "and_", "or": "or_"}.get(name, name))
+
     def apply(self: Any, other: Any) -> Any:
         if isinstance(other, (str, bytes, type(None))):
             return NotImplemented
-        return FUNCTIONS[name](other, self) if turned else FUNCTIONS[name](self, other)
+        return _called(name, (other, self) if turned else (self, other), {}, original)
 
     return apply
+
+
+def _unary_operator(name: str) -> Any:
+    return lambda self: _called(name, (self,), {}, getattr(operator, name))
 
 
 _NO_IF = (
@@ -72,6 +78,7 @@ class _Arithmetic(Traceable):
     __xor__, __rxor__ = _operator("xor"), _operator("xor", True)
     __lshift__, __rlshift__ = _operator("lshift"), _operator("lshift", True)
     __rshift__, __rrshift__ = _operator("rshift"), _operator("rshift", True)
+    __neg__, __abs__, __invert__ = map(_unary_operator, ("neg", "abs", "invert"))
 
     def __hash__(self) -> int:
         raise FunctionError(
@@ -79,17 +86,8 @@ class _Arithmetic(Traceable):
             "when the function is traced; index an array instead, for example is_global[k]"
         )
 
-    def __neg__(self) -> Any:
-        return FUNCTIONS["neg"](self)
-
     def __pos__(self) -> Any:
         return self
-
-    def __abs__(self) -> Any:
-        return FUNCTIONS["abs"](self)
-
-    def __invert__(self) -> Any:
-        return FUNCTIONS["invert"](self)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Any:
         return _called(ufunc.__name__, inputs, keywords, ufunc if method == "__call__" else None)
@@ -312,6 +310,9 @@ def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> An
                 "abs, exp or tanh"
             )
         return _arrays(captured[0]._recorder, original, args, keywords, captured[0]._name)
+    if name == "__getitem__":  # an array of an object, such as self.slopes, has no `Captured`
+        recorder = next(x._recorder for x in flat if isinstance(x, Symbol))
+        return Captured(recorder, args[0], "array")[args[1]]
     if name == "__get__" and args:  # torch asks for an attribute
         raise FunctionError(
             "this torch function cannot be traced, because it reads an attribute that traced "

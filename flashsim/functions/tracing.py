@@ -64,7 +64,8 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
         raise FunctionError(
             f"the function {name} cannot be traced{_line(error)} ({type(error).__name__}: "
             f"{error}); it is called as {form}, and may use operators, where, minimum, maximum, "
-            "abs, exp, tanh and indexed arrays"
+            "abs, exp, tanh and indexed arrays (assign an array that is an attribute of an object "
+            "to a variable first: table = model.table)"
         ) from error
     found = recorder.builder.nodes[root].kind
     if (kind == BOOL) != (found == BOOL):
@@ -285,7 +286,7 @@ def host_values(array: Any, spec: ArraySpec, *, copy: bool = True) -> np.ndarray
     With `copy`, the result is a read-only copy; otherwise, the result is a view if possible.
     """
     if hasattr(array, "detach"):  # torch
-        plain = array.detach().cpu()
+        plain = array.detach().cpu().resolve_neg()
         array = (plain.float() if spec.dtype == "bfloat16" else plain).numpy()
     elif hasattr(array, "get") and not isinstance(array, np.ndarray):  # CuPy
         array = array.get()

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import runpy
 import sys
 import traceback
 from collections.abc import Iterator
@@ -38,11 +39,20 @@ def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
         yield
     except FlashSimError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TraceError(f"{_told(path, error)}{hint}") from error
 
 
-def _told(path: Path, error: Exception) -> str:
+def run_program(path: Path) -> None:
+    """Run a file as ``python FILE`` would; a program may end with ``sys.exit(0)``."""
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def _told(path: Path, error: BaseException) -> str:
     """Return an error's file name, line number, line of source and message, as text."""
     words = " ".join(str(error).split())[:_WORDS]
     said = f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -18,6 +18,7 @@ from flashsim.torch.flash_attn_core import (
     ScoreOptions,
     attend,
     check_axes,
+    even_offsets,
     limits,
     offsets_of,
 )
@@ -89,7 +90,7 @@ def with_cache(
     alone = qv is not None or scores.chunk or scores.slopes is not None
     if alone or q.dtype in FP8 or padded_pages:
         stops = [_room(cache)] * batch if lengths is None else lengths.tolist()
-        of_q = tuple(range(0, batch * n_q + 1, n_q))
+        of_q = even_offsets(batch, n_q)
         qv = None if qv is None else qv.flatten(0, 1)
         out, lse = _over_cache(q.flatten(0, 1), of_q, cache, stops, qv, scores)
         return out.unflatten(0, (batch, n_q)), lse.unflatten(1, (batch, n_q)).transpose(0, 1)
@@ -131,7 +132,7 @@ def packed_over_cache(
     if k is not None and cu_seqlens_new is not None:
         of_new = offsets_of("cu_seqlens_k_new", cu_seqlens_new)
     elif k is not None and v is not None:  # (batch, n_new, heads, d)
-        of_new = tuple(k.shape[1] * b for b in range(batch + 1))
+        of_new = even_offsets(batch, k.shape[1])
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     cache = cache._replace(new_k=k, new_v=v, lengths=before)
     rows, new_rows = (_Rows.packed(of, q.device) for of in (of_q, of_new))

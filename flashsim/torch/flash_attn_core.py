@@ -150,11 +150,11 @@ def attend(
             )
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
         q, k = torch.cat((qv.to(q.dtype), q), -1), torch.cat((v, k), -1)
-    batch, heads, n_q, _ = q.shape
+    batch, _, n_q, _ = q.shape
     packed = cuts is None and chunk > 0
     if packed:  # each chunk is a sequence of its own
         n_k = k.shape[2]
-        cuts = tuple(range(0, batch * n_q + 1, n_q)), tuple(range(0, batch * n_k + 1, n_k))
+        cuts = even_offsets(batch, n_q), even_offsets(batch, n_k)
         q, k, v = _flat(q), _flat(k), _flat(v)
     if cuts is not None:
         cuts = _chunked(cuts, chunk) if chunk > 0 else cuts
@@ -174,8 +174,7 @@ def attend(
         options |= {"window": limits(window), "sinks": scores.sinks, "return_lse": True}
         out, lse = attention(q, k, v, **options)
     if packed:
-        out = out.reshape(heads, batch, n_q, -1).transpose(0, 1)
-        lse = lse.reshape(heads, batch, n_q).transpose(0, 1)
+        out, lse = (x[0].unflatten(1, (batch, n_q)).transpose(0, 1) for x in (out, lse))
     return out, lse
 
 
@@ -358,6 +357,11 @@ def offsets_of(name: str, given: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
+def even_offsets(batch: int, n: int) -> tuple[int, ...]:
+    """Return the offsets of `batch` sequences of `n` rows each."""
+    return tuple(n * b for b in range(batch + 1))
+
+
 def check_axes(name: str, x: Any, axes: str = "(batch, n, heads, head_dim)") -> None:
     """Raise ShapeError unless `x` is a tensor with these axes."""
     if not isinstance(x, Tensor) or x.ndim != axes.count(",") + 1:
@@ -389,4 +393,4 @@ def no_dropout(p: float) -> None:
 
 def _flat(x: Tensor) -> Tensor:
     """Return a batch, (batch, heads, n, d), as one sequence, (1, heads, batch * n, d)."""
-    return x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
+    return x.transpose(0, 1).flatten(1, 2)[None]

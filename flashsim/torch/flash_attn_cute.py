@@ -208,7 +208,7 @@ def _packed(name: str, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, An
             f"{name} must be (batch, n, heads, head_dim) without cu_seqlens, got {tuple(x.shape)}"
         )
     batch, n = x.shape[:2]
-    return x.flatten(0, 1), [n * b for b in range(batch + 1)]
+    return x.flatten(0, 1), core.even_offsets(batch, n)
 
 
 def _of_pages(k: Tensor, table: Tensor, cu_seqlens: Tensor | None, used: Tensor | None) -> Any:

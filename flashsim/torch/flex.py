@@ -14,6 +14,7 @@ from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import trace_mask, trace_score
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tables import FULL
 from flashsim.schedule.tiling import Tiling
 from flashsim.torch import flex_compiled, ops
 from flashsim.torch.functional import check_sinks, default_backend, taken
@@ -178,7 +179,7 @@ def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
     if not _is_block_mask(block_mask, query, key):
         return MaskFunction.of(block_mask)
     mask = MaskFunction.of(block_mask.mask_mod)
-    if _same_tiles(mask, _blocks(block_mask)[0], block_mask, query, key):
+    if _same_tiles(mask, block_mask, query, key):
         return mask
     return MaskFunction(*trace_mask(_of_blocks(block_mask)))
 
@@ -236,16 +237,21 @@ def _dense(counts: Tensor, indices: Tensor) -> Tensor:
     return listed.scatter(-1, at, 1.0)[..., :columns] > 0
 
 
-def _same_tiles(
-    mask: MaskFunction, listed: Tensor, block_mask: Any, query: Tensor, key: Tensor
-) -> bool:
-    """Return True if a mask function keeps scores in exactly the blocks a `BlockMask` lists."""
+def _same_tiles(mask: MaskFunction, block_mask: Any, query: Tensor, key: Tensor) -> bool:
+    """Return True if a mask function alone keeps exactly the scores that a `BlockMask` keeps.
+
+    A `BlockMask` that lists other blocks for other heads or batch entries gives False, because the
+    schedule has one list of tiles for all of them.
+    """
     problem = Problem(
         *(query.shape[2], key.shape[2]), batch=query.shape[0], heads=query.shape[1], mask_mod=mask
     )
     schedule = Schedule(problem, Tiling(*block_mask.BLOCK_SIZE))
-    ptr, col, _ = schedule.row_csr
-    kept = torch.zeros((schedule.t_r, schedule.t_c), dtype=torch.bool)
-    rows = torch.repeat_interleave(torch.as_tensor(ptr[1:] - ptr[:-1]).long())
-    kept[rows, torch.as_tensor(col.copy()).long()] = True
-    return bool(torch.equal(kept, listed.any(dim=(0, 1)).cpu()[: schedule.t_r, : schedule.t_c]))
+    ptr, col, kind = (torch.tensor(x).long() for x in schedule.row_csr)
+    visited, whole = torch.zeros((2, schedule.t_r, schedule.t_c), dtype=torch.bool)
+    at = torch.repeat_interleave(ptr.diff()), col
+    visited[at], whole[at] = True, kind == FULL
+    listed, full = (
+        x.flatten(0, 1)[:, : schedule.t_r, : schedule.t_c].cpu() for x in _blocks(block_mask)
+    )
+    return bool((listed == visited).all() & (full <= whole).all())

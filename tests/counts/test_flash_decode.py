@@ -256,8 +256,8 @@ SMALL, X, K = (
 )
 
 
-def lengths(*values):
-    return flashsim.run(X.q, X.k, X.v, algorithm=DECODE, cache_seqlens=values)
+def lengths(*values, **options):
+    return flashsim.run(X.q, X.k, X.v, algorithm=DECODE, cache_seqlens=values, **options)
 
 
 def pages(table, v=K, **options):
@@ -289,6 +289,11 @@ lengths(1, 33) -> OptionError: cache_seqlens[1] must be from 0 to 32, ... , got 
 lengths(-1, 2) -> OptionError: cache_seqlens[0] must be from 0 to 32, ... , got -1
 lengths(1) -> ShapeError: must be 2 integers, one per batch entry
 lengths(1.0, 2) -> ShapeError: must be 2 integers, one per batch entry
+lengths(1, 2, sinks=np.zeros(X.q.shape[1])) -> UnsupportedError: does not support sinks
+lengths(1, 2, mask_mod=lambda b, h, q, k: q >= k)
+    -> UnsupportedError: does not support mask_mod
+pages([[0, 1], [0, 2]], score_mod=lambda s, b, h, q, k: s - k)
+    -> UnsupportedError: does not support score_mod
 flashsim.run(X.q, X.k, X.v, cache_seqlens=[1, 2])
     -> OptionError: 'flash2' does not take cache_seqlens
 pages([[0, 1], [0, 3]], cache_seqlens=[32, 17])

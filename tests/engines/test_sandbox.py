@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import statistics
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,6 +118,11 @@ def test_repr_and_errors_hold_no_numbers():
     on_a_tile(lambda tile, sram, machine: seen.extend([repr(tile), str(tile), f"{tile}"]))
     assert len(set(seen)) == 1
     assert seen[0].startswith("<tile Q (16, 8): 512 B on chip, made at line ")
+
+
+def test_an_error_inside_pythons_library_names_the_users_line():
+    with pytest.raises(MemoryModelError, match=r"line \d+, `on_a_tile\(lambda t, \*_: statistics"):
+        on_a_tile(lambda t, *_: statistics.mean(t))
 
 
 def test_show_prints_and_returns_nothing(capsys):

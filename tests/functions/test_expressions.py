@@ -117,7 +117,8 @@ def fails(text, match):
     kept = SimpleNamespace()
     trace_mask(lambda b, h, q, k: setattr(kept, "symbol", q > 2) or q > k)
     scope: dict = {"np": np, "table": np.zeros((4, 5)), "names": np.array(["a"])}
-    scope |= {"empty": np.zeros(0), "earlier": kept.symbol}
+    kept.table = scope["table"]
+    scope |= {"empty": np.zeros(0), "earlier": kept.symbol, "kept": kept}
     exec(compile(f"def f(b, h, q, k):\n    return {text}", __file__, "exec"), scope)
     with pytest.raises(FunctionError, match=match):
         trace_mask(scope["f"])
@@ -131,6 +132,7 @@ def fails(text, match):
         ("q < k < 3", "chained comparisons"),
         ("q and k", "Python's if"),
         ("range(q)", "not a Python integer"),
+        ("kept.table[q, k] > 0", "table = model.table"),
         ("float(q) > 1", "not a Python float"),
         ("np.sort(q) > 1", "the function sort cannot be traced"),
         ("table[q] > 0", "one index per axis"),

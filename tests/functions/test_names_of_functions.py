@@ -175,5 +175,7 @@ def test_captured_arrays_act_as_arrays():
         (lambda k: ROW[..., k] > float(ONE_NUMBER), ROW > 3),
         (lambda k: (k > 2) if ONE_NUMBER else (k > 4), AT > 2),
         (lambda k: np.cumsum(ROW)[k] > 10, np.cumsum(ROW) > 10),
+        (lambda k: (2 * ROW - ROW / ONE_NUMBER)[k] > 5, ROW > 3),
+        (lambda k: (~(-ROW > -3) & (abs(ROW) < 6))[k], (ROW >= 3) & (ROW < 6)),
     ):
         assert np.array_equal(on_keys(function), expected)

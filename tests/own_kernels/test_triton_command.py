@@ -111,6 +111,9 @@ def test_a_file_with_its_own_reference(tmp_path):
     assert "GB of memory" in said
     path.write_bytes(b"\0")
     assert f"{path}: SyntaxError" in refused("kernel", f"{path}:softmax")
+    path.write_text("raise SystemExit(3)\n")
+    for target in (path, f"{path}:softmax"):
+        assert "line 1, `raise SystemExit(3)`: SystemExit: 3" in refused("kernel", target)
 
 
 PROGRAM = """
@@ -135,6 +138,7 @@ if __name__ == "__main__":
     assert (y == 2 * x).all()
     ms = triton.testing.do_bench(lambda: scale[(7,)](x, y, 100))
     print("milliseconds", ms)
+    raise SystemExit(0)
 """
 
 

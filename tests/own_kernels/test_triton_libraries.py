@@ -139,4 +139,7 @@ def test_a_file_that_asks_torch_for_a_gpu(tmp_path):
 
     assert "y_ptr right" in run("")
     assert "y_ptr WRONG (error nan" in run("+ old")
+    path.write_text(f"{WANTS_A_GPU.replace('FOUND', '')}\ndef fp8(q):\n    launch(q)\n")
+    done = ok("kernel", f"{path}:fp8", "-n", "16", "--dtype", "float8_e5m2")
+    assert "load x_ptr 2,048" in " ".join(done.split())
     assert not torch.zeros(1).is_cuda

@@ -61,6 +61,8 @@ viz.diff([trace()] * 6) -> OptionError: diff takes two traces, got 6: FlashAtten
 viz.io_curve([COUNTED]) -> OptionError: points that differ in one of n_q, head_dim
 viz.io_curve(flashsim.sweep([64, 128]), x="n") -> OptionError: unknown x 'n'; choose from n_q
 viz.io_curve(failed()) -> OptionError: every point of this sweep failed
+viz.roofline(flashsim.count(Problem(9, mask_mod=lambda b, h, q, k: k < 0)))
+    -> OptionError: has no matrix products, because the mask keeps no score
 viz.roofline(COUNTED, seconds={"flash1": 1.0})
     -> OptionError: unknown label in seconds= 'flash1'; choose from
 viz.roofline(COUNTED, seconds={"flash2": float("nan")})

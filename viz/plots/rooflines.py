@@ -65,6 +65,12 @@ def roofline(
         (row["matmul_flops"] / most, row["matmul_flops"] / least)
         for row, (most, least) in zip(rows, moved, strict=True)
     ]
+    for label, spot in zip(labels, spots, strict=True):
+        if not max(spot):
+            raise OptionError(
+                f"{label} has no matrix products, because the mask keeps no score, and a "
+                "logarithmic axis has no place for 0; leave it out, or draw viz.traffic"
+            )
     # At least two decades, so that slopes are visible and ticks are powers of ten.
     low = min(min(min(s) for s in spots) / 4, machine.ridge(dtype) / 200)
     high = max(max(max(s) for s in spots), machine.ridge(dtype)) * 4

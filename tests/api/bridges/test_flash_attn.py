@@ -368,6 +368,10 @@ def test_chunks_of_sequences_that_are_all_empty():
     how = {"attention_chunk": 4, "return_attn_probs": True}
     out, lse = flash_attn_interface.flash_attn_varlen_func(q, k, k, offsets, offsets, 0, 0, **how)
     assert (out.shape, lse.shape) == ((0, 4, 8), (4, 0))
+    for n_q, n_k in ((0, 3), (3, 0)):
+        q, k = torch.zeros(2, n_q, 4, 8), torch.zeros(2, n_k, 2, 8)
+        out, lse = flash_attn_interface.flash_attn_func(q, k, k, **how)
+        assert (out.shape, lse.shape) == ((2, n_q, 4, 8), (2, 4, n_q))
 
 
 @pytest.mark.parametrize("chunk", [0, 5])

@@ -1,6 +1,7 @@
 """`flashsim.torch.flex_attention` takes functions written for torch's FlexAttention, unchanged."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,10 +26,15 @@ BIAS = torch.randn(B, H, N, M, dtype=torch.float64, requires_grad=True)
 SCALE = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
 DOCS = (torch.arange(M) // 20).repeat(B, 1)
 LENGTHS = torch.tensor([M, 41])
+MODEL = SimpleNamespace(slopes=SLOPES)
 
 
 def alibi(score, b, h, q_idx, kv_idx):
     return score + SLOPES[h] * (kv_idx - q_idx)
+
+
+def of_an_object(score, b, h, q_idx, kv_idx):
+    return score + MODEL.slopes[h] * (kv_idx - q_idx)
 
 
 def relative(score, b, h, q_idx, kv_idx):
@@ -65,7 +71,12 @@ def inputs(heads=H):
     return q, torch.randn(B, heads, M, D, **like), torch.randn(B, heads, M, D, **like)
 
 
-CAPTURED = {"alibi": [SLOPES], "relative": [TABLE], "biased": [SCALE, BIAS]}
+CAPTURED = {
+    "alibi": [SLOPES],
+    "of_an_object": [SLOPES],
+    "relative": [TABLE],
+    "biased": [SCALE, BIAS],
+}
 
 
 CASES = [
@@ -73,6 +84,7 @@ CASES = [
     *((score, documents, "simulator") for score in (alibi, relative, biased, capped, squared)),
     *((None, mask, "numba") for mask in (causal, documents, by_head)),
     *((relative, mask, "numba") for mask in (causal, by_head)),
+    (of_an_object, None, "simulator"),
 ]
 
 
@@ -98,9 +110,9 @@ def _loss(out, lse, weight, of_lse):
     return (out * weight).sum() + torch.where(torch.isinf(lse), 0, lse * of_lse).sum()
 
 
-def _reference(q, k, v, score, mask):
+def _reference(q, k, v, score, mask, heads=H):
     """Attention by torch's own operations on whole matrices, with its vmap over the function."""
-    b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
+    b, h = torch.arange(B)[:, None, None, None], torch.arange(heads)[:, None, None]
     i, j = torch.arange(N)[:, None], torch.arange(M)
     S = q @ k.mT / D**0.5
     S = S if score is None else score(S, b, h, i, j)
@@ -128,15 +140,27 @@ def test_grouped_heads_are_asked_for():
     torch.testing.assert_close(out, _reference(q, *wide, alibi, None)[0])
 
 
-def test_blocks_that_are_left_out_are_masked():
-    q, k, v = inputs()
-    counts = torch.tensor([[[1, 2, 1]]], dtype=torch.int32)
-    indices = torch.tensor([[[[0, 1, 2], [2, 1, 0], [1, 0, 2]]]], dtype=torch.int32)
-    blocks = flex.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=32, seq_lengths=(N, M))
-    grid = torch.tensor([[1, 0, 0], [0, 1, 1], [0, 1, 0]], dtype=torch.bool)
-    listed = lambda b, h, i, j: grid[i // 32, j // 32]  # noqa: E731
+GRID = [[[1, 0, 0], [0, 1, 1], [0, 1, 0]], [[0, 1, 1], [1, 1, 1], [1, 1, 1]]]
+CAUSAL_GRID = [[[1, 1, 0], [1, 1, 1], [1, 1, 1]]]  # the blocks in which `causal` keeps a score
+
+
+@pytest.mark.parametrize("full", [None, "whole"], ids=["masked", "full"])
+@pytest.mark.parametrize(
+    "grid", [GRID[:1], GRID, CAUSAL_GRID], ids=["alike", "by head", "as the mask"]
+)
+def test_blocks_that_are_left_out_are_masked(grid, full):
+    """Also blocks that only some heads list; the mask function does not apply to full blocks."""
+    q, k, v = inputs(heads=2)
+    q, grid = q[:, :2], torch.tensor([grid], dtype=torch.bool)
+    lists = grid.sum(-1).int(), grid.int().argsort(stable=True, descending=True).int()
+    none = torch.zeros_like(lists[0]), lists[1]
+    given = (*none, *lists) if full else lists
+    blocks = flex.BlockMask.from_kv_blocks(
+        *given, BLOCK_SIZE=32, mask_mod=causal if full else None, seq_lengths=(N, M)
+    )
+    listed = lambda b, h, i, j: grid[0, h % grid.shape[1], i // 32, j // 32]  # noqa: E731
     out = flex_attention(q, k, v, None, blocks)
-    torch.testing.assert_close(out, _reference(q, k, v, None, listed)[0])
+    torch.testing.assert_close(out, _reference(q, k, v, None, listed, heads=2)[0])
 
 
 def test_a_mask_of_other_lengths_is_refused():
@@ -273,6 +297,15 @@ def test_torchs_transforms():
             x.sum().backward(retain_graph=True)
     with pytest.raises(UnsupportedError, match="make the mapped axis part of the batch"):
         torch.vmap(lambda q: loss(q, scales))(torch.stack([q, q]))
+
+
+def test_a_captured_tensor_may_be_lazily_negated():
+    q, k, v = inputs()
+    negated = torch.randn(H, dtype=torch.complex128).conj().imag
+    plus = flex_attention(q, k, v, lambda s, b, h, i, j: s + negated[h] * i)
+    minus = flex_attention(q, k, v, lambda s, b, h, i, j: s + negated.resolve_neg()[h] * i)
+    assert negated.is_neg()
+    torch.testing.assert_close(plus, minus)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])

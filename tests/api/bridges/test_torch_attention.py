@@ -245,6 +245,27 @@ def test_a_window_may_be_a_symbol_of_the_compiler(bias):
         torch.testing.assert_close(compiled(left, *inputs), windowed(left, *inputs))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda module, x: torch.export.export(module, (x,)).module(),
+        lambda module, x: torch.jit.trace(module, (x,)),
+    ],
+    ids=["export", "trace"],
+)
+def test_a_program_that_was_saved_without_gradients_can_be_trained(save):
+    class Attends(torch.nn.Module):
+        def forward(self, x):
+            return call(x, x, x)
+
+    x = tensors(heads=1, kv_heads=1)[0]
+    with torch.no_grad():
+        saved = save(Attends(), x)
+    theirs, ours = (torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (Attends(), saved))
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_the_meta_device_gives_shapes():
     q, k, v = (x.detach().to("meta") for x in tensors())
     out, lse = attention(q, k, v, return_lse=True)
@@ -420,6 +441,8 @@ ask(scale=torch.tensor(0.3, requires_grad=True)) -> DTypeError: scale must be a 
 ask(deterministic="x") -> DTypeError: deterministic must be True or False, got 'x'
 ask(backend="cuda") -> OptionError: unknown backend 'cuda'; choose from simulator
 ask(bias=[0.0]) -> DTypeError: bias must be a torch.Tensor, got list
+attention(*[torch.ones(3, 4).bfloat16()] * 3, bias=torch.ones(3, 3))
+    -> DTypeError: bias must have the same dtype as q, which is bfloat16, got float32
 ask(**{**CUTS, "cu_seqlens_q": [0, 4.7, 7]})
     -> ShapeError: integer offsets, got [0, 4.7, 7]
 ask(**{**CUTS, "cu_seqlens_k": "0, 5, 9"}) -> ShapeError: cu_seqlens_k ... got '0, 5, 9'
