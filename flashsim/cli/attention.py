@@ -120,7 +120,7 @@ def compare(
             "counting by formula, which needs no tensors (--execute does)",
             never=["seed", "scale"],
         )
-        whole = values.problem(replace(sizes, n_q=sizes.n_q or 512), scores)
+        whole = values.problem(replace(sizes, n_q=512 if sizes.n_q is None else sizes.n_q), scores)
         table = side_by_side(_passes(whole, how, values.decoding_of(algorithm, decoding)))
         by_formula = "counted by formula; --execute simulates on tensors and compares results"
         table.note = f"{by_formula} · {table.note}"

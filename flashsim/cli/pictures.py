@@ -307,7 +307,7 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
     device = Device.get(how.device)
     parts = [name for name in names if events and plans.splits_keys(name)]
     if not (source.execute or parts or tensors.input is not None or tensors.demo_data is not None):
-        sizes = replace(source.sizes, n_q=source.sizes.n_q or 512)
+        sizes = replace(source.sizes, n_q=512 if source.sizes.n_q is None else source.sizes.n_q)
         counts = [values.counted(sizes, mask, name, how, among=names) for name in names]
         return Recordings([*counts], seed=tensors.seed)
     arrays = values.arrays(source.sizes, tensors)

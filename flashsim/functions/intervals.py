@@ -20,6 +20,8 @@ from flashsim.functions.operations import BOOL, FLOAT, INDICES, INT, OPERATIONS
 
 #: A lower and an upper bound per box.
 Interval = tuple[np.ndarray, np.ndarray]
+#: The largest integer on the CPU, and in GPU kernels.
+LARGEST, LARGEST_ON_GPU = 2**63 - 1, 2**31 - 1
 #: Elements per block of a range table. A range is widened to whole blocks.
 BLOCK = 32
 
@@ -86,7 +88,7 @@ class Bounds:
                     found.append(_known(node, self._load(n, node, args), self.dtype))
                 else:
                     kinds = [self.graph.nodes[a].kind for a in node.args]
-                    found.append(_bounds(node, args, kinds, of, self.dtype))
+                    found.append(_bounds(node, args, kinds, of, self.dtype, LARGEST))
                 own = node.op == "load" and self._holds_nan[node.value]
                 nan.append(own or _may_be_nan(node, args, of))
         return found
@@ -313,20 +315,39 @@ def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval
     return low, high
 
 
-def _unknown(node: Node, shape: Any) -> Interval:
+def _unknown(node: Node, shape: Any, most: int = LARGEST_ON_GPU) -> Interval:
     """Return the widest bounds of a node's kind, for a node of unknown value."""
     if node.kind == BOOL:
         return np.zeros(shape, np.int64), np.ones(shape, np.int64)
     if node.kind == INT:
-        return np.full(shape, -(2**31)), np.full(shape, 2**31 - 1)
+        return np.full(shape, -most - 1), np.full(shape, most)
     return np.full(shape, -np.inf), np.full(shape, np.inf)
 
 
+def _may_wrap(op: str, args: list[Interval]) -> Any:
+    """Return True where an operation on 64-bit integers may exceed them, and wrap around."""
+    sizes = [np.maximum(*(np.abs(np.asarray(x, np.float64)) for x in pair)) for pair in args]
+    if op in ("add", "sub", "neg", "abs"):
+        return sum(sizes) >= 2.0**63
+    if op == "shl":
+        return sizes[0] * 2.0 ** np.clip(sizes[1], 0, 64) >= 2.0**63
+    return op == "mul" and sizes[0] * sizes[1] >= 2.0**63
+
+
 def _bounds(
-    node: Node, args: list[Interval], kinds: list[str], nan: Any, dtype: Any = np.float64
+    node: Node,
+    args: list[Interval],
+    kinds: list[str],
+    nan: Any,
+    dtype: Any = np.float64,
+    most: int = LARGEST_ON_GPU,
 ) -> Interval:
-    """Return bounds of a node from bounds of its arguments; `nan`: where an argument may be NaN."""
+    """Return bounds of a node from bounds of its arguments; `nan`: where an argument may be NaN.
+
+    `most` is the largest integer.
+    """
     op = node.op
+    none = _unknown(node, (), most)
     result: Interval = args[0]
     if op in ("add", "min", "max", "and", "or"):
         function = OPERATIONS[{"and": "min", "or": "max"}.get(op, op)].numpy
@@ -341,8 +362,9 @@ def _bounds(
         result = _corners(np.multiply, *args)
     elif op == "abs":
         low, high = args[0]
-        most = np.maximum(np.abs(low), np.abs(high))
-        result = np.where((low <= 0) & (high >= 0), 0, np.minimum(np.abs(low), np.abs(high))), most
+        sizes = np.abs(low), np.abs(high)
+        least = np.where((low <= 0) & (high >= 0), 0, np.minimum(*sizes))
+        result = least, np.maximum(*sizes)
     elif op in ("lt", "le"):
         (a, b), (c, d) = args
         compare = np.less if op == "lt" else np.less_equal
@@ -362,14 +384,13 @@ def _bounds(
     elif op == "cast":
         low, high = args[0]
         if node.kind == INT and kinds[0] == FLOAT:
-            low, high = (
-                np.trunc(np.clip(x, -(2.0**31), 2.0**31)).astype(np.int64) for x in args[0]
-            )
-            none = _unknown(node, ())
+            far = 2.0**31 if most == LARGEST_ON_GPU else 2.0**62
+            nan = nan | ((most == LARGEST) & ((low < -far) | (high > far)))
+            low, high = (np.trunc(np.clip(x, -far, far)).astype(np.int64) for x in args[0])
             low, high = np.where(nan, none[0], low), np.where(nan, none[1], high)
         result = low, high
     elif op in ("floordiv", "mod"):
-        result = _divided(node, *args)
+        result = _divided(node, *args, none)
     elif op in _RISING:
         low, high = (OPERATIONS[op].numpy(x) for x in args[0])
         result = low, high
@@ -378,14 +399,13 @@ def _bounds(
         shift = np.left_shift if op == "shl" else np.right_shift
         safe = (c >= 0) & (d < 32)
         low, high = _corners(shift, (a, b), (np.clip(c, 0, 31), np.clip(d, 0, 31)))
-        none = _unknown(node, ())
         result = np.where(safe, low, none[0]), np.where(safe, high, none[1])
     elif op == "bitand":
         (a, b), (c, d) = args
         safe = (a >= 0) & (c >= 0)
         one = (a == b) & (c == d)
-        high = np.where(safe, np.minimum(b, d), 2**31 - 1)
-        low = np.where(safe, 0, -(2**31))
+        high = np.where(safe, np.minimum(b, d), none[1])
+        low = np.where(safe, 0, none[0])
         result = np.where(one, a & c, low), np.where(one, a & c, high)
     elif op == "div":
         (a, b), (c, d) = args
@@ -394,7 +414,10 @@ def _bounds(
         result = np.where(safe, low, -np.inf), np.where(safe, high, np.inf)
     else:
         (shape,) = {np.broadcast_shapes(*(np.shape(x) for pair in args for x in pair))}
-        result = _unknown(node, shape)
+        result = _unknown(node, shape, most)
+    if most == LARGEST and node.kind == INT:
+        wraps = _may_wrap(op, args)
+        result = np.where(wraps, none[0], result[0]), np.where(wraps, none[1], result[1])
     return _known(node, result, dtype)
 
 
@@ -406,13 +429,12 @@ def _known(node: Node, bounds: Interval, dtype: Any) -> Interval:
     return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
 
-def _divided(node: Node, a: Interval, b: Interval) -> Interval:
+def _divided(node: Node, a: Interval, b: Interval, none: Interval) -> Interval:
     """Return bounds of a // b or a % b, which are tight only if b has a single positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     divide = OPERATIONS["floordiv"].numpy  # np.floor_divide differs for floats
     low, high = divide(a[0], by), divide(a[1], by)
-    none = _unknown(node, ())
     if node.op == "floordiv":
         return np.where(one, low, none[0]), np.where(one, high, none[1])
     same = low == high

@@ -65,8 +65,9 @@ class Geometry:
     ) -> None:
         self.record = record
         self.labels = labels([t.name for t in record.tensors], names)
+        axes = next((len(t.shape) for t in record.tensors if self.labels[t.code] in ("Q", "O")), 0)
         self.shapes = [
-            _stacked(t.shape, label, problem)
+            _stacked(_column(t.shape, label, axes), label, problem)
             for t, label in zip(record.tensors, self.labels, strict=True)
         ]
         n = len(record.accesses)
@@ -287,6 +288,15 @@ class Geometry:
         q = max((q for q, _ in found), default=0) or self.problem.n_q
         k = max((k for _, k in found), default=0) or self.problem.n_kv
         return [(mine_q or q, mine_k or k) for mine_q, mine_k in found]
+
+
+def _column(shape: tuple[int, ...], label: str, axes: int) -> tuple[int, ...]:
+    """Return the shape of one number per row without a last axis of length 1.
+
+    `axes` is the number of axes of Q or O: with as many, (heads, rows, 1) is a column per head.
+    """
+    column = label in STATISTICS and len(shape) == axes > 1 and shape[-1] == 1
+    return shape[:-1] if column else shape
 
 
 def _stacked(shape: tuple[int, ...], label: str, p: Problem | None) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ run --algorithm flash3 -> unknown algorithm 'flash3'
 run --device H1000 -> did you mean 'H100'
 run --backend abacus -> unknown backend 'abacus'
 run -n 0 -> n_q must be at least 1, got 0
+compare -n 0 -> n_q must be at least 1, got 0
+page -n 0 -o p.html -> n_q must be at least 1, got 0
 run --tiling 4000x4000 -> the largest tiling that fits is Tiling(
 run --tiling 64 -> --tiling must be QUERIESxKEYS, e.g. 128x64, or a name
 run --tiling 64x32x48 -> dq_rows must be a multiple of block_q

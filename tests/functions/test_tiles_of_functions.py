@@ -121,6 +121,9 @@ PLAIN = {
     "all": lambda b, h, q, k: k >= 0,
     "scattered": lambda b, h, q, k: (q * 37 + k * 101) % 977 == 5,
     # Every comparison with NaN is False, except !=.
+    "more than 32 bits": lambda b, h, q, k: ((q << 31) ^ (k << 22)) >> 21 > 2**16,
+    "a hash": lambda b, h, q, k: ((q * 2654435761 ^ k * 2246822519) & 0xFFFFFFFF) > 2**31,
+    "64 bits wrap": lambda b, h, q, k: q * 2**40 * (k * 2**20) > q,
     "NaN of a logarithm": lambda b, h, q, k: np.log((q - k) * 1.0) <= 10,
     "NaN of a division": lambda b, h, q, k: abs((q - k) / (q - k)) >= 0,
     "NaN of infinities": lambda b, h, q, k: abs(np.exp(k * 9.0) - np.exp(q * 9.0)) >= 0,

@@ -24,11 +24,11 @@ def codes_of(r, values):
 
 def attention(
     n=256, d=64, block_q=64, block_k=32, heads=2, causal=True, twice=False, skip=True, group=1,
-    given=None,
+    given=None, column=False,
 ):  # fmt: skip
     """Return the trace; `twice` loads each K tile again, and ``skip=False`` keeps masked tiles.
 
-    `given` are q, k and v, which are random by default.
+    `given` are q, k and v, which are random by default. With `column`, L is (heads, n, 1).
     """
     p = Problem(n, head_dim=d, heads=heads, kv_heads=heads // group, causal=causal)
     rng = np.random.default_rng(0)
@@ -36,7 +36,8 @@ def attention(
     k, v = rng.standard_normal((2, heads // group, n, d)).astype(np.float32)
     q, k, v = (q, k, v) if given is None else given
     out, lse = oracle.attention(q[None], k[None], v[None], p)
-    values = [q, k, v, out[0].astype(np.float32), lse[0].astype(np.float32)]
+    lse = lse[0, ..., None] if column else lse[0]
+    values = [q, k, v, out[0].astype(np.float32), lse.astype(np.float32)]
     r = Recorder("hand")
     names = "q", "k", "v", "o", "lse"
     q_, k_, v_, o_, l_ = codes_of(r, dict(zip(names, values, strict=True))).values()

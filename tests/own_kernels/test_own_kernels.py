@@ -420,10 +420,13 @@ def test_launches_are_ordered_so_there_is_no_race_between_them():
 # -- right or wrong -----------------------------------------------------------------------------
 
 
-def test_right_results_are_right():
-    verdict = attention().check()
+@pytest.mark.parametrize("column", [False, True])
+def test_right_results_are_right(column):
+    traced = attention(column=column)
+    verdict = traced.check()
 
     assert verdict.right
+    assert traced.expected.transfers["store", "L"] == traced.bytes("store", "L")
     assert [one.tensor for one in verdict.outputs] == ["O", "L"]
     assert "O right" in str(verdict)
 
