@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from flashsim.errors import DTypeError, ShapeError, reject_unknown, shown
-from flashsim.jax.functional import attention, taken
+from flashsim.jax.functional import attention, refuse_traced, taken
 from flashsim.problem import checks
 
 
@@ -61,6 +61,12 @@ def dot_product_attention(
         As in `attention`.
     """
     reject_unknown(unknown, dot_product_attention.__kwdefaults__ or (), "dot_product_attention")
+    refuse_traced(
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        return_residual=return_residual,
+    )
     query, key, value = taken("query", query), taken("key", key), taken("value", value)
     ndim = query.ndim
     if {query.ndim, key.ndim, value.ndim} not in ({3}, {4}):

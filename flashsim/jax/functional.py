@@ -103,13 +103,7 @@ def attention(
         known = _CHECKED.get(key) if key else None
         if known is not None:
             return known(q, k, v)
-    static = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-    for name, value in {**static, "return_lse": return_lse}.items():
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
-            raise DTypeError(
-                f"{name}= must be a Python value, got a value that JAX traces; pass {name!r} in "
-                "static_argnames= of jax.jit"
-            )
+    refuse_traced(causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse)
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"flashsim.jax.attention supports {' and '.join(ALGORITHMS)}, not {algorithm!r}; use "
@@ -212,6 +206,16 @@ def taken(name: str, x: Any) -> jax.Array:
             f"{type(x).__name__}; convert it, or use flashsim.run, which accepts other arrays"
         )
     return jnp.asarray(x)
+
+
+def refuse_traced(**options: Any) -> None:
+    """Raise DTypeError for the first of a call's static options that is a tracer of JAX."""
+    for name, value in options.items():
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+            raise DTypeError(
+                f"{name}= must be a Python value, got a value that JAX traces; pass {name!r} in "
+                "static_argnames= of jax.jit"
+            )
 
 
 def _axes(operands: dict[str, Any]) -> frozenset[Any]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from flashsim.errors import MaskError, OptionError, ShapeError, shown
+from flashsim.errors import MaskError, OptionError, ShapeError, UnsupportedError, shown
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import trace_mask, trace_score
 from flashsim.problem.problem import Problem
@@ -94,6 +95,11 @@ def uncompiled(
     qkv: Tensors, score_mod: Any, block_mask: Any, scale: float | None, sinks: Any, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Compute `flex_attention` of checked arguments in eager mode, and return out and lse."""
+    if isinstance(qkv[0], FakeTensor):
+        raise UnsupportedError(
+            "flashsim.torch.flex_attention reads numbers, but query is a FakeTensor, which has "
+            "none; to export a program, pass strict=True to torch.export.export"
+        )
     mask = None if block_mask is None else _mask(block_mask, *qkv[:2])
     return with_functions(qkv, score_mod, mask, sinks, scale, backend)
 

@@ -190,8 +190,17 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _forward_on_cpu(a: _Arguments) -> tuple[Tensor, Tensor]:
+    """Run `_masked_forward`; as in torch, a row that sees no key has the LSE 0.
+
+    If flashsim is switched off before the backward pass, torch's kernel reads this LSE.
+    """
+    out, lse = _masked_forward(a)
+    return out, lse.masked_fill_(lse == -torch.inf, 0)
+
+
 _CPU = {
-    "_scaled_dot_product_flash_attention_for_cpu": _masked_forward,
+    "_scaled_dot_product_flash_attention_for_cpu": _forward_on_cpu,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _masked_backward,
 }
 

@@ -910,10 +910,7 @@ def test_a_backward_takes_what_its_items_take_beside_each_other():
     assert forms(p, 4) == [6, pytest.approx(8 + 5 + converted)]  # an SM for each
     assert forms(p, 1) == [12 + 6 + 7, pytest.approx(16 + 5 + converted)]
     many = replace(p, heads=100, kv_heads=100)
-    assert forms(many, 4) == [
-        100 * 18 / 4 + 7,
-        pytest.approx(100 * 16 / 4 + 5 + 100 * converted),
-    ]
+    assert forms(many, 4) == [100 * 18 / 4 + 7, pytest.approx(100 * 16 / 4 + 5 + 100 * converted)]
     shared = replace(p, heads=2)  # of two heads' visits; dQ's four items beside them
     assert forms(shared, 2) == [10 + 6 + 7, pytest.approx(14 + 5 + 2 * converted)]
     causal = replace(p, causal=True)  # 6 and 4; behind them 2 and 3

@@ -10,15 +10,7 @@ import pytest
 
 pytest.importorskip("numba_cuda")
 
-from hopper_roles import (
-    Arguments,
-    Block,
-    Lots,
-    functions,
-    item_functions,
-    machine,
-    one_fails,
-)
+from hopper_roles import Arguments, Block, Lots, functions, item_functions, machine, one_fails
 
 from flashsim.backends.numba_gpu.hopper import forward
 from flashsim.backends.numba_gpu.hopper.smem_layout import COUNT, OnChip

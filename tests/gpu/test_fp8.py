@@ -71,11 +71,7 @@ def make(problem, granularity="block", rotate=None, dtype="float8_e4m3fn", sprea
             )
     x = {name: a.astype(numpy_dtype("bfloat16")) for name, a in x.items()}
     return x, flashsim.quantize(
-        *(x["q"], x["k"], x["v"]),
-        granularity=granularity,
-        rotate=rotate,
-        block=BLOCK,
-        dtype=dtype,
+        *(x["q"], x["k"], x["v"]), granularity=granularity, rotate=rotate, block=BLOCK, dtype=dtype
     )
 
 

@@ -39,11 +39,7 @@ def test_head_dims(family, head_dim, dtype):
 def test_head_dims_in_float32(head_dim, heads):
     check(
         Problem(
-            *(113, 203, head_dim),
-            heads=heads[0],
-            kv_heads=heads[1],
-            dtype="float32",
-            causal=True,
+            *(113, 203, head_dim), heads=heads[0], kv_heads=heads[1], dtype="float32", causal=True
         ),
         kind="outliers",
     )

@@ -55,11 +55,7 @@ def judge(function, inputs, reference=plain):
 @pytest.mark.parametrize("fused", [False, True], ids=["three passes", "fused"])
 def test_value_and_gradients(fused, question, dtype):
     told = {**question, "deterministic": not fused}
-    judge(
-        lambda *x: attention(*x, **told),
-        tensors(dtype=dtype),
-        lambda *x: plain(*x, **question),
-    )
+    judge(lambda *x: attention(*x, **told), tensors(dtype=dtype), lambda *x: plain(*x, **question))
 
 
 @pytest.mark.parametrize("d", [64, 60, 128])

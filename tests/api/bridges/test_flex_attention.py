@@ -255,6 +255,18 @@ def test_fullgraph_with_blocks_that_are_left_out_and_other_lengths():
         torch.testing.assert_close(plain(q[:, :, :n]), flex_attention(q[:, :, :n], k, v))
 
 
+def test_an_exported_program_is_traced_strictly():
+    class Attends(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, squared)
+
+    given = tuple(x.detach() for x in inputs())
+    with pytest.raises(UnsupportedError, match="strict=True"):
+        torch.export.export(Attends(), given, strict=False)
+    program = torch.export.export(Attends(), given, strict=True)
+    torch.testing.assert_close(program.module()(*given), Attends()(*given))
+
+
 def test_compiled_code_names_what_cannot_be_traced():
     """Without fullgraph, the error is that of uncompiled code; with it, the compiler's own."""
     q, k, v = inputs()

@@ -44,10 +44,7 @@ CUTE = {
 }
 TESTING = "flash_attn/cute/testing.py"
 PADDING = "flash_attn/bert_padding.py"
-FILES = (
-    *(FA2, FA3, PADDING, "hopper/padding.py", "hopper/test_util.py"),
-    *(*CUTE, TESTING),
-)
+FILES = (*(FA2, FA3, PADDING, "hopper/padding.py", "hopper/test_util.py"), *(*CUTE, TESTING))
 #: Tests of the packages' internals: arguments of private functions, generators, wheels.
 INSIDE = {
     "test_flash_attn_varlen_paged_kv_num_splits": "it calls a private function of flash_attn",
