@@ -390,7 +390,7 @@ def _bounds(
             low, high = np.where(nan, none[0], low), np.where(nan, none[1], high)
         result = low, high
     elif op in ("floordiv", "mod"):
-        result = _divided(node, *args, none)
+        result = _divided(node, args[0], args[1], none)
     elif op in _RISING:
         low, high = (OPERATIONS[op].numpy(x) for x in args[0])
         result = low, high
