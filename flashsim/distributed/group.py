@@ -71,7 +71,8 @@ class Group:
     ShapeError
         If the number of ranks does not divide the rows or the heads as the scheme needs.
     UnsupportedError
-        If the problem has a mask other than causal, packed sequences, pages or a bias.
+        If the problem has a mask other than causal, packed sequences, pages, a bias, a score
+        function, sinks or latent attention.
     OptionError, DTypeError
     """
 
@@ -147,8 +148,11 @@ class Group:
                 f"ranks share one sequence, so n_q and n_kv must be equal, got n_q={p.n_q}, "
                 f"n_kv={p.n_kv}"
             )
-        fields = ("window", "cu_seqlens_q", "bias", "block_mask", "mask", "page_size")
-        present = [name for name in fields if getattr(p, name) is not None]
+        fields = (
+            *("window", "cu_seqlens_q", "bias", "block_mask", "mask", "page_size"),
+            *("mask_mod", "score_mod", "sinks", "latent"),
+        )
+        present = [name for name in fields if getattr(p, name) not in (None, False)]
         if present:
             raise UnsupportedError(
                 "attention over several ranks supports only a causal mask or no mask, got "

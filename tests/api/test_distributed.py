@@ -214,6 +214,10 @@ count(Problem(32), **USP, ulysses=3) -> OptionError: ulysses=3 and
 count(Problem(32), ranks=4, ulysses=2) -> OptionError: ulysses=2 with scheme 'zigzag'
 count(Problem(32), ranks=4, scheme="zag") -> OptionError: did you mean 'zigzag'
 count(Problem(32), ranks=0) -> ShapeError: ranks must be at least 1
+count(Problem(32, mask_mod=lambda b, h, q, k: k <= q, sinks=True), ranks=4)
+    -> UnsupportedError: only a causal mask or no mask, got mask_mod, sinks; leave these out
+count(Problem(32, score_mod=lambda s, b, h, q, k: s - k, latent=True), ranks=4)
+    -> UnsupportedError: got score_mod, latent
 count(Problem(32), ranks=2, direction="sideways") -> OptionError: choose from
 count(Problem(32, 64), ranks=4) -> ShapeError: n_q=32, n_kv=64
 count(Problem(32, window=(4, 0)), ranks=4) -> UnsupportedError: got window
