@@ -3,7 +3,6 @@
 It uses SlipCover, whose probes are in the code: a tracer would double the time.
 """
 
-import collections
 import ctypes
 import functools
 import itertools
@@ -72,9 +71,7 @@ class Covered:
             exclude_lines=[] if one_of_many else None,
             exclude_also=[] if one_of_many else EXCLUDE,
         )
-        self.seen, self.known, self.searched = None, 0, 0.0
-        #: By file: the probes that code does not jump over, and how many had been hit.
-        self.left, self.hits = collections.defaultdict(list), {}
+        self.seen, self.left, self.known, self.searched = None, [], 0, 0.0
         if one_of_many or not config.getoption("numprocesses", None):
             files = slipcover.FileMatcher(sources=SOURCE, omit=OMIT)
             slipcover.ImportManager(self.probes, files).__enter__()
@@ -103,13 +100,18 @@ class Covered:
         bytes behind a code object's fields. From Python 3.12 each probe is hit once.
         """
         index = self.probes.code2index
-        for code, probes in itertools.islice(index.items(), self.known, None):
-            self.left[code.co_filename].append((code, probes))
-        self.known = len(index)
-        for file, hit in [*self.probes.newly_seen.items()]:
-            if len(hit) > self.hits.get(file, 0):
-                self.hits[file] = len(hit)
-                self.left[file] = [*_passed_over(self.left[file], hit)]
+        self.left += itertools.islice(index.items(), self.known, None)
+        self.known, left = len(index), []
+        for code, probes in self.left:
+            hit = self.probes.newly_seen.get(code.co_filename, ())
+            start = id(code) + type(code).__basicsize__
+            for offset, _ in (probe for probe in probes if probe[1] in hit):
+                instruction = ctypes.c_ubyte.from_address(start + offset)
+                if instruction.value == opcode.opmap["NOP"]:
+                    instruction.value = opcode.opmap["JUMP_FORWARD"]
+            if waiting := [probe for probe in probes if probe[1] not in hit]:
+                left.append((code, waiting))
+        self.left = left
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session):
@@ -140,18 +142,6 @@ class Covered:
             f"{self.percent:.2f} % of lines and branches, at least {self.least:g} % asked for",
             **{"green" if good else "red": True},
         )
-
-
-def _passed_over(codes, hit):
-    """Write jumps over the probes that were hit; yield pairs of a code object and its others."""
-    for code, probes in codes:
-        start = id(code) + type(code).__basicsize__
-        for offset, _ in (probe for probe in probes if probe[1] in hit):
-            instruction = ctypes.c_ubyte.from_address(start + offset)
-            if instruction.value == opcode.opmap["NOP"]:
-                instruction.value = opcode.opmap["JUMP_FORWARD"]
-        if left := [probe for probe in probes if probe[1] not in hit]:
-            yield code, left
 
 
 def _give_plain_code_to_numba():
