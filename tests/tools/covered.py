@@ -94,10 +94,10 @@ class Covered:
             self.searched = time.monotonic()
 
     def pass_over(self):
-        """Let code jump over the probes that were hit, with which it runs a quarter longer.
+        """Let code jump over the probes that were hit; all of them take library code a quarter longer.
 
         A probe begins with a NOP that has a jump's distance as its argument. Python 3.11 runs the
-        bytes behind a code object's fields. From Python 3.12 each probe is hit once.
+        bytes behind a code object's fields. From Python 3.12 probes are hit once.
         """
         index = self.probes.code2index
         self.left += itertools.islice(index.items(), self.known, None)
