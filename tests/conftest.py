@@ -96,10 +96,6 @@ class Watchdog:
             stderr = self.config.stash[fault_handler_stderr_fd_key]
             faulthandler.dump_traceback_later(self.SECONDS + self.AGAIN, file=stderr)
 
-    def pytest_exception_interact(self):
-        """At a failure pytest ends the thread that waits, and the next test starts another."""
-        self.armed = -self.AGAIN
-
     def pytest_unconfigure(self):
         faulthandler.cancel_dump_traceback_later()
 
