@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import gc
 import os
-import time
 import zlib
 
 # JAX would take three quarters of a GPU's memory, and other tests and processes find none.
@@ -18,7 +16,6 @@ import promises
 import pytest
 import typer.testing
 import unoptimised
-from _pytest.faulthandler import fault_handler_stderr_fd_key
 from chromium import browser  # noqa: F401
 from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
@@ -56,9 +53,6 @@ def pytest_configure(config):
     here = hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
     if here:
         unoptimised.install()
-        config.pluginmanager.register(Watchdog(config))
-    if hasattr(config, "workerinput") and not config.option.durations and not _on_gpu(config):
-        _say_less(config)
     if config.getoption("--covered"):
         from covered import Covered
 
@@ -75,52 +69,6 @@ def pytest_configure(config):
             "fault", phases=[hypothesis.Phase.generate], derandomize=True
         )
         hypothesis.settings.load_profile("fault")
-
-
-class Watchdog:
-    """Says where a test is that runs for `SECONDS`, up to `AGAIN` seconds later.
-
-    pytest's own faulthandler_timeout starts and ends a thread for each of 10,000 tests.
-    """
-
-    SECONDS, AGAIN = 300, 20
-
-    def __init__(self, config):
-        self.config, self.armed = config, -self.AGAIN
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logstart(self):
-        now = time.monotonic()
-        if now - self.armed > self.AGAIN:
-            self.armed = now
-            stderr = self.config.stash[fault_handler_stderr_fd_key]
-            faulthandler.dump_traceback_later(self.SECONDS + self.AGAIN, file=stderr)
-
-    def pytest_exception_interact(self):
-        """At a failure pytest ends the thread that waits, and the next test starts another."""
-        self.armed = -self.AGAIN
-
-    def pytest_unconfigure(self):
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _say_less(config):
-    """Let a test process report each test, but not its setup and teardown if these passed.
-
-    Of six messages per test, each of which wakes the first process, two are left.
-    """
-    plugins = config.pluginmanager.get_plugins()
-    (process,) = (one for one in plugins if type(one).__name__ == "WorkerInteractor")
-    send = process.sendevent
-
-    def sendevent(name, **data):
-        if name in ("logstart", "logfinish"):
-            return
-        report = data["data"] if name == "testreport" else {}
-        if report.get("when", "call") == "call" or report["outcome"] != "passed":
-            send(name, **data)
-
-    process.sendevent = sendevent
 
 
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
