@@ -28,8 +28,6 @@ from flashsim.backends.cupy_gpu import workspace as memory
 from flashsim.backends.launch_policy import decode_kernels
 from flashsim.backends.launch_policy import decode_plan as family
 
-needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
-
 
 class Array(np.ndarray):
     """The CPU's memory, addressed as a GPU's."""
@@ -122,7 +120,6 @@ def job(case, x, **options):
 
 
 @pytest.mark.promise("three counts equal")
-@needs_gcc
 @pytest.mark.parametrize(
     "name", ["one query", "padded rows", "softcap, one key head", "window", "pages of 3"]
 )
@@ -139,7 +136,6 @@ def test_values_counts_and_the_workspace_kept(name, launches):
     assert decode.counted(one, H200, space) == moved(made, case)
 
 
-@needs_gcc
 def test_a_workspace_that_is_given_needs_no_memory_twice(launches):
     case, splits = CASES["one query"]
     x, space, workspace = case.make(), Space(), decode.Workspace()
@@ -190,7 +186,6 @@ class Tensors(Space):
         return lambda: Tensor(np.full(shape, np.nan, numpy_dtype(dtype)))
 
 
-@needs_gcc
 @pytest.mark.parametrize("name", ["one query", "empty and full", "pages of 3"])
 def test_one_decoder_serves_every_length(name, launches):
     case, splits = CASES[name]
@@ -236,7 +231,6 @@ LAYOUTS = {
 }
 
 
-@needs_gcc
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_decoder_reads_the_strides_and_the_length_of_each_call(splits, launches):
     """It skips the checks of strides that an earlier call had, and of nothing else."""
@@ -273,7 +267,6 @@ def repeatable(n, layout="contiguous"):
     return decoder, [Strided(LAYOUTS[layout](x[name])) for name in "qkv"]
 
 
-@needs_gcc
 def test_repeated_calls_of_several_kinds_by_turns(launches):
     """All fill the same buffer: of two lengths and layouts, and between calls by themselves."""
     decoder, first = repeatable(50)
@@ -295,7 +288,6 @@ def test_repeated_calls_of_several_kinds_by_turns(launches):
         assert np.array_equal(found[n - 1][0](*found[n - 1][1]).x, found[n - 1][2])
 
 
-@needs_gcc
 def test_what_is_not_repeated(launches, monkeypatch):
     decoder, given = repeatable(50)
     assert decoder.repeated(*given) == decoder.by_token, "no call before"
@@ -309,7 +301,6 @@ def test_what_is_not_repeated(launches, monkeypatch):
     assert decoder.repeated(*given) == decoder.by_token, "results without their padding are copies"
 
 
-@needs_gcc
 @pytest.mark.parametrize("changed", ["stream", "device", "capture", "address"])
 def test_a_repeated_call_elsewhere_is_a_call_by_itself(changed, launches, monkeypatch):
     """Its scratch memory belongs to one stream, and a graph has its own."""
@@ -331,7 +322,6 @@ def test_a_repeated_call_elsewhere_is_a_call_by_itself(changed, launches, monkey
     assert ran == [tuple(given)]
 
 
-@needs_gcc
 def test_a_per_thread_stream_shares_no_memory(launches, monkeypatch):
     """Its handle is the same in all threads, so their partial results must be apart."""
     monkeypatch.setattr(memory, "PER_THREAD", 7)
@@ -351,7 +341,6 @@ def test_a_per_thread_stream_shares_no_memory(launches, monkeypatch):
     assert not memory.WORKSPACES
 
 
-@needs_gcc
 def test_a_graph_keeps_counters_of_its_own(launches, monkeypatch):
     """Calls of a capture share them, as long as they are enough; they are never given back."""
     case, splits = CASES["one query"]
@@ -371,7 +360,6 @@ def test_a_graph_keeps_counters_of_its_own(launches, monkeypatch):
 
 
 @pytest.mark.promise("three counts equal")
-@needs_gcc
 @pytest.mark.parametrize("name", CASCADES)
 def test_a_shared_prefix_is_two_launches(name, launches):
     case, splits = CASCADES[name]
@@ -386,7 +374,6 @@ def test_a_shared_prefix_is_two_launches(name, launches):
     assert decode.counted(one, H200, space) == simulated(made, case)
 
 
-@needs_gcc
 @pytest.mark.parametrize("name", ["one query", "pages of 3"])
 def test_a_timeline_has_every_visit_and_the_merge(name, launches):
     case, splits = CASES[name]

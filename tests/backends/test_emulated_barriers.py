@@ -17,7 +17,7 @@ import emulator
 import test_emulated
 from test_cuda_kernels import H200
 
-pytestmark = [test_emulated.COMPILED, pytest.mark.promise("every barrier is needed")]
+pytestmark = pytest.mark.promise("every barrier is needed")
 
 HALF, SINGLE = "bfloat16", "float32"
 OTHER = Tiling(32, 32)

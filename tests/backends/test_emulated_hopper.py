@@ -25,10 +25,7 @@ from compiled import thorough
 from cupy_checks import ROOMY, budget, check_lse, hardware_tanh, make, options
 from test_cuda_kernels import H200
 
-pytestmark = [
-    test_emulated.COMPILED,
-    pytest.mark.promise("three counts equal", "twice plain attention's error"),
-]
+pytestmark = pytest.mark.promise("three counts equal", "twice plain attention's error")
 #: Blocks get several items.
 GPU = replace(H200, multiprocessors=2)
 GROUP = {"heads": 2, "kv_heads": 1, "dtype": "bfloat16", "causal": True}

@@ -30,8 +30,6 @@ from flashsim.backends.launch_policy import softmax_matmul as family
 
 pytestmark = pytest.mark.promise("kernels compile")
 
-needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
-
 
 @pytest.mark.parametrize(
     ("arch", "block", "d3"),
@@ -85,7 +83,6 @@ def machine(monkeypatch):
     return cpu
 
 
-@needs_gcc
 @pytest.mark.parametrize(
     ("sizes", "blocks"),
     [
@@ -111,7 +108,6 @@ def test_values_and_counted_bytes_are_the_simulators(machine, sizes, blocks):
     np.testing.assert_array_equal(untraced.out, ours.out)
 
 
-@needs_gcc
 @pytest.mark.parametrize("barrier", ["B0", "B1"])
 def test_a_barrier_left_out_shows(machine, barrier):
     x = np.random.default_rng(0).standard_normal((1, 40, 80)).astype(np.float32)

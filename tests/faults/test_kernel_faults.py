@@ -143,7 +143,6 @@ def test_the_tests_that_should_notice_exist(name, listed):
     assert 0 < len(found) < 40, (file, test, words)
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("portable")])
 def test_a_portable_one_shows_on_a_cpu(name, monkeypatch):
     dtype = "float32" if "f32" in FAULTS[name].source else "bfloat16"
@@ -153,27 +152,23 @@ def test_a_portable_one_shows_on_a_cpu(name, monkeypatch):
         compare(emulator.Emulator(900), PORTABLE, p, algorithm)
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("roles")])
 def test_one_of_the_backward_by_roles_shows_on_a_cpu(name, monkeypatch):
     with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
         test_emulated_hopper.compare(test_emulated_hopper.PROBLEMS["groups"])
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 def test_one_of_hoppers_forward_shows_on_a_cpu(monkeypatch):
     with seeded("hopper-largest-as-integers", monkeypatch), pytest.raises(AssertionError):
         test_emulated_hopper.compare_forward(test_emulated_hopper.FORWARD["64"], "below")
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("once")])
 def test_one_of_the_backward_in_one_visit_shows_on_a_cpu(name, monkeypatch):
     with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
         test_emulated_hopper.compare_once("varlen")
 
 
-@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("first")])
 def test_one_of_the_first_visit_shows_on_a_cpu(name, monkeypatch):
     tiling, problem = test_emulated_hopper.ALIKE["rows without keys"]
