@@ -28,8 +28,8 @@ from flashsim.backends.reports import counts
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.trace.events import StageTrace
 
-#: CXX, or g++.
-COMPILER = shutil.which(os.environ.get("CXX", "g++")) if sys.platform == "linux" else None
+#: g++, unless FLASHSIM_GXX names another.
+COMPILER = shutil.which(os.environ.get("FLASHSIM_GXX", "g++")) if sys.platform == "linux" else None
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 HOPPER_HEADER = HEADER.with_name("hopper_on_cpu.h")
 #: The tensor map of cuda_on_cpu.cpp (strides in bytes), in the 128 bytes of the driver's map.
