@@ -131,9 +131,9 @@ class OpCall(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
         """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q)."""
         tensors, run = (q, k, v, *more), torch.ops.flashsim.attention_without_gradient.default
+        trained = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
         # A program that is exported or traced without gradients may be trained later.
-        saved = torch.compiler.is_exporting() or torch.jit.is_tracing()
-        if saved or (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
+        if trained or torch.compiler.is_exporting() or torch.jit.is_tracing():
             run = torch.ops.flashsim.attention.default
         return run(q, k, v, [*more], *self)
 
