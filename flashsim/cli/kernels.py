@@ -7,7 +7,7 @@ import math
 import re
 import textwrap
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ from flashsim.own_kernels.files import (
 from flashsim.problem import checks, oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
+_DEFAULT = Problem(256, head_dim=64, heads=2)
 _FLAGS = ("causal", "is_causal")
 _SCALES = ("scale", "sm_scale", "softmax_scale")
 
@@ -111,13 +112,15 @@ def kernel(
 
         installed()
         on_cpu = standing_in()
-    if not function and reference is not None:
+    described = ndim or layout or set_ or reference or problem != _DEFAULT
+    if not function and described:
         raise OptionError(
-            "--reference needs a function of your file to compare with; pass FILE.py:function "
-            "instead of FILE.py"
+            f"{path} runs as a program, because no function is named, but --causal, --set, "
+            "--reference and the options for sizes, types and axes describe a function's "
+            "arguments; pass FILE.py:function, or leave these options out"
         )
     compared = None
-    with on_cpu as replace_imported, beside(path):
+    with on_cpu, beside(path):
         if not function:
             with watch(**options) as seen, readers_errors(path):
                 run_program(path)
@@ -128,12 +131,11 @@ def kernel(
             library = "torch" if not pallas and hasattr(module, "torch") else "numpy"
             arrays = _Arrays(problem, library, ndim, layout, seed)
             call, used = _call(_attribute(module, function), function, arrays, settings)
-            options["problem"] = problem if used else None
+            options["problem"] = arrays.problem if used else None
             if pallas:
                 with readers_errors(path, _given(call)):
                     traced = _pallas(call, options)
             else:
-                replace_imported()  # torch, if the file uses it, has come with the file
                 with watch(**options) as seen, readers_errors(path, _given(call)):
                     call()
     if not pallas:
@@ -223,19 +225,29 @@ def _call(
         )
     from flashsim.own_kernels.names import paper_name
 
-    parameters = inspect.signature(called).parameters
+    forward = _forward(called)
+    parameters = inspect.signature(called if forward is None else forward).parameters
+    if forward is not None:
+        parameters = dict(list(parameters.items())[1:])  # without ctx
     loose = any(declared.kind is declared.VAR_POSITIONAL for declared in parameters.values())
     arrays.shape(_axes(called))
-    p, rng = arrays.problem, np.random.default_rng(arrays.seed)
-    if loose:  # torch.autograd.Function.apply
+    rng = np.random.default_rng(arrays.seed)
+    given = {key: _value(text, arrays.problem.dtype, rng) for key, text in settings.items()}
+    for key, value in given.items():
+        if key in _SCALES and type(value) in (int, float):
+            arrays.problem = replace(arrays.problem, scale=value)
+        if key in _FLAGS and isinstance(value, bool):
+            arrays.problem = replace(arrays.problem, causal=value)
+    p = arrays.problem
+    if loose:
         words = [arrays.of(paper) for paper in ("Q", "K", "V")]
         return functools.partial(called, *words, p.causal), True
     keywords: dict[str, Any] = {}
     attention = False
     for parameter, declared in parameters.items():
         paper = paper_name(parameter)
-        if parameter in settings:
-            value = _value(settings[parameter], p.dtype, rng)
+        if parameter in given:
+            value = given[parameter]
             keywords[parameter] = arrays.own(value) if isinstance(value, np.ndarray) else value
         elif parameter in _FLAGS:
             keywords[parameter] = p.causal
@@ -258,7 +270,16 @@ def _call(
                 f"--set names the parameter {other!r}, but {name} has no such parameter; choose "
                 f"from {choices(other, parameters)}"
             )
+    if forward is not None:  # apply takes no keywords
+        values = [keywords.get(one, declared.default) for one, declared in parameters.items()]
+        return functools.partial(called, *values), attention
     return functools.partial(called, **keywords), attention
+
+
+def _forward(called: Any) -> Any:
+    """Return the `forward` of a `torch.autograd.Function`, given its `apply`; else None."""
+    owner = getattr(called, "__self__", None)
+    return getattr(owner, "forward", None) if isinstance(owner, type) else None
 
 
 def _given(call: functools.partial[Any]) -> str:
@@ -342,8 +363,7 @@ def _axes(called: Any) -> tuple[str, ...]:
     """
     from flashsim.own_kernels.names import paper_name
 
-    if getattr(called, "__name__", "") == "apply":
-        called = getattr(getattr(called, "__self__", None), "forward", called)
+    called = _forward(called) or called
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(called))))
     except (OSError, TypeError, SyntaxError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,13 +58,12 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 
 @contextmanager
-def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
+def standing_in(*, available: bool = False) -> Iterator[None]:
     """Replace Triton's driver by a `Driver` in the ``with`` block; fill np.empty with NaN.
 
     With `available`, `torch.cuda.is_available` returns True, because many tests skip themselves
-    without a GPU. The ``with`` statement yields a function that also replaces functions of torch
-    and ``triton.testing``. Call the yielded function after any import that may have loaded torch or
-    ``triton.testing``.
+    without a GPU. Functions of torch and ``triton.testing`` are replaced as soon as a file imports
+    these modules, so that the file's own top-level code sees the replacements.
     """
     at = installed()
     driver = at.triton.runtime.driver
@@ -72,20 +72,44 @@ def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
         driver.set_active(Driver())
         for name in ("empty", "empty_like"):
             stack.enter_context(mock.patch.object(np, name, _with_nan(getattr(np, name))))
-        replaced: set[str] = set()
+        on_import = {
+            "triton.testing": lambda: _no_times(stack),
+            "torch": lambda: _torch_on_cpu(stack, available),
+        }
+        for name in on_import.keys() & sys.modules.keys():
+            on_import.pop(name)()
+        stack.enter_context(mock.patch.object(sys, "meta_path", [*sys.meta_path]))
+        sys.meta_path.insert(0, _AfterImport(on_import))
+        yield
 
-        def replace_imported() -> None:
-            new = {"triton.testing", "torch"} & sys.modules.keys() - replaced
-            replaced.update(new)
-            if "triton.testing" in new:
-                testing = sys.modules["triton.testing"]
-                for name in ("do_bench", "do_bench_cudagraph"):
-                    stack.enter_context(mock.patch.object(testing, name, _no_time))
-            if "torch" in new:
-                _torch_on_cpu(stack, available)
 
-        replace_imported()
-        yield replace_imported
+class _AfterImport(MetaPathFinder):
+    """Call a function once, right after the module of its name has been imported."""
+
+    def __init__(self, functions: dict[str, Callable[[], None]]) -> None:
+        self._functions = functions
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec that the other finders find, with a loader that calls the function."""
+        if name not in self._functions:
+            return None
+        others = (one.find_spec(name, path, target) for one in sys.meta_path if one is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def loaded(module: Any) -> None:
+                load(module)
+                self._functions.pop(name, lambda: None)()
+
+            spec.loader.exec_module = loaded  # type: ignore[method-assign]
+        return spec
+
+
+def _no_times(stack: ExitStack) -> None:
+    """Make the functions of ``triton.testing`` that measure times measure nothing."""
+    for name in ("do_bench", "do_bench_cudagraph"):
+        stack.enter_context(mock.patch.object(sys.modules["triton.testing"], name, _no_time))
 
 
 def _with_nan(make: Callable[..., Any]) -> Callable[..., Any]:
