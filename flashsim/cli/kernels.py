@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 import textwrap
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -226,6 +227,7 @@ def _call(
     from flashsim.own_kernels.names import paper_name
 
     forward = _forward(called)
+    parameters: Mapping[str, inspect.Parameter]
     parameters = inspect.signature(called if forward is None else forward).parameters
     if forward is not None:
         parameters = dict(list(parameters.items())[1:])  # without ctx
