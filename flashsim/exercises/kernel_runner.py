@@ -123,7 +123,7 @@ def _triton(
         call, given = _of_autograd(order, function, given, flags)
     else:
         call = lambda: function(*given.values(), *flags)  # noqa: E731
-    with watch() as seen, _noted(outside, order.path, library):
+    with watch(check=True) as seen, _noted(outside, order.path, library):
         results = call()
     if not seen.launches:
         raise Refused("function", f"{name} launches no Triton kernel; the exercise needs one")
@@ -148,6 +148,13 @@ def _triton(
             "outside",
             f"torch computes outside of the kernels, where bytes are not counted: {words}; do it "
             "in a kernel",
+        )
+    computed = seen.computed_outside(given.values())
+    if computed:
+        raise Refused(
+            "outside",
+            f"the kernels load numbers that were computed outside of the kernels: "
+            f"{', '.join(computed)}; compute them in a kernel from the exercise's tensors",
         )
     return Recorded(record, names, tuple(seen.values()))
 
