@@ -204,8 +204,8 @@ def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:
     if over:
         lines = [mark.words] if mark.kind else [x for x in more if x.split()[0] in over]
         lines.append(
-            f"{' and '.join(dict.fromkeys(over))}: moved more often than in the exercise's loop order, "
-            "which costs at least half of these points"
+            f"{' and '.join(dict.fromkeys(over))}: moved more often than in the exercise's loop "
+            "order, which costs at least half of these points"
         )
         kind, most = mark.kind or "order", BYTES // 2
         return Mark("bytes", min(mark.points, most), BYTES, kind, "\n".join(lines))

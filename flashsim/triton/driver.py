@@ -39,6 +39,18 @@ class Driver:
 
         return GPUTarget("cuda", 80, 32)
 
+    @property
+    def utils(self) -> Any:
+        """Return the functions that ask for the device's properties, which are an A100's."""
+        a100 = Device.get("A100")
+        found = {
+            "multiprocessor_count": a100.sm_count,
+            "max_shared_mem": a100.sram_bytes,
+            "max_num_regs": 65536,
+            "warpSize": 32,
+        }
+        return SimpleNamespace(get_device_properties=lambda device: found)
+
     def get_benchmarker(self) -> Callable[..., Any]:
         """Return a benchmark function that measures nothing."""
         return _no_time
@@ -47,6 +59,19 @@ class Driver:
         """Return the module `torch.cpu`, or None if torch is not imported."""
         torch = sys.modules.get("torch")
         return getattr(torch, "cpu", None)
+
+
+class NotCompiled:
+    """What a kernel's launch or `warmup` returns: an object that knows nothing of machine code."""
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self._kernel} is interpreted, not compiled for a GPU, so its {name} is unknown; "
+            "replace what needs it by a number while you trace"
+        )
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
@@ -150,10 +175,31 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
     stack.enter_context(KeptOnCpu())
     for name in ("synchronize", "empty_cache", "set_device"):
         stack.enter_context(mock.patch.object(torch.cuda, name))
+    for name in ("Event", "Stream", "current_stream", "device", "stream"):
+        stack.enter_context(mock.patch.object(torch.cuda, name, _Nothing))
     for name, value in _device_facts().items():
         stack.enter_context(mock.patch.object(torch.cuda, name, _said(torch, name, value)))
     if available:
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
+
+
+class _Nothing:
+    """Stands in for a CUDA event or stream, or a context of one: every method does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def elapsed_time(self, end: Any) -> float:
+        return float("nan")
 
 
 def _device_facts() -> dict[str, Any]:

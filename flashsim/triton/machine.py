@@ -17,6 +17,7 @@ from flashsim.own_kernels.names import paper_name
 from flashsim.triton import block_pointers, libdevice
 from flashsim.triton import narrow_floats as floats
 from flashsim.triton.arguments import Arguments, Descriptor, Pointer
+from flashsim.triton.driver import NotCompiled
 from flashsim.triton.front_end import FrontEnd
 from flashsim.triton.hooks import HOOKED, checking, descriptor_reduce, remembering
 from flashsim.triton.installed import installed, language_restored
@@ -116,9 +117,10 @@ class Interpreter:
     def _run(self, kernel: Any, interpreted: Any, *args: Any, **kwargs: Any) -> Any:
         self._kernel = kernel
         try:
-            return interpreted(kernel.fn).run(*args, **kwargs)
+            interpreted(kernel.fn).run(*args, **kwargs)
         finally:
             self._kernel = None
+        return NotCompiled(kernel.__name__)
 
     def _put(self, obj: Any, name: str, value: Any) -> None:
         """Replace an attribute of an object in Triton's language until `entered` ends."""
