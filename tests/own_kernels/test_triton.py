@@ -641,6 +641,8 @@ def test_errors_name_line_program_and_remedy():
         UnsupportedError, match=rf"fails, program \(0,\), line {line}, .*interpreter"
     ):
         call_fails()
+    with pytest.raises(UnsupportedError, match=r"smid\(\)\)`: .* exist only in compiled kernels"):
+        trace(cases.only_compiled, (1,), np.zeros(32, np.float32), BLOCK=32)
     with pytest.raises(DTypeError, match="trace takes a kernel"):
         trace(print, (1,))
     with watch() as seen:
