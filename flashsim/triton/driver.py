@@ -157,7 +157,7 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
     class KeptOnCpu(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             kwargs = dict(kwargs or {})
-            if func is torch.Tensor.cuda:
+            if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
                 return args[0]
             if getattr(func, "__self__", None) is torch.Tensor.is_cuda and not _torch_asks(torch):
                 return True  # "assert q.is_cuda" stands in many files
@@ -173,7 +173,14 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
     empties = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
     with_nan = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
     stack.enter_context(KeptOnCpu())
-    for name in ("synchronize", "empty_cache", "set_device"):
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, "cpu" if _on_gpu(device) else device)
+
+    stack.enter_context(mock.patch.object(torch, "Generator", Generator))
+    stack.enter_context(mock.patch.object(torch, "set_default_device"))
+    for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"):
         stack.enter_context(mock.patch.object(torch.cuda, name))
     for name in ("Event", "Stream", "current_stream", "device", "stream"):
         stack.enter_context(mock.patch.object(torch.cuda, name, _Nothing))
@@ -241,6 +248,7 @@ def _torch_asks(torch: Any) -> bool:
 
 
 def _on_gpu(device: Any) -> bool:
-    return (isinstance(device, (str, int)) and str(device).startswith("cuda")) or (
-        getattr(device, "type", "") == "cuda"
-    )
+    if isinstance(device, int):
+        return not isinstance(device, bool)
+    name = device if isinstance(device, str) else getattr(device, "type", "")
+    return isinstance(name, str) and name.startswith("cuda")

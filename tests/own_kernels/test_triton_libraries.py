@@ -123,6 +123,9 @@ def launch(x):
     utils = triton.runtime.driver.active.utils
     assert utils.get_device_properties(x.device.index)["multiprocessor_count"] == programs
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.set_default_device("cuda")
+    draws = torch.Generator(device="cuda").manual_seed(0)
+    assert torch.randn(2, generator=draws, device=0).pin_memory().to(0).device == x.device
     with torch.cuda.device(x.device), torch.cuda.stream(torch.cuda.Stream()):
         start.record()
         assert start.elapsed_time(end) != 1
