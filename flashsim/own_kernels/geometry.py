@@ -85,6 +85,7 @@ class Geometry:
             self.sides.append(Sides(AXES.get(label, -1), *self._matrix(t, label, high - low)))
             self._split(t.code, low, high)
         self._place_others()
+        self.derived = problem is None
         self.problem = self._problem(values) if problem is None else problem
 
     def _one_query(self, problem: Problem | None) -> bool:
@@ -192,6 +193,11 @@ class Geometry:
                 if name.lower() in names:
                     return value
         return None
+
+    @property
+    def may_be_causal(self) -> bool:
+        """Return True if nothing says whether a derived problem has a causal mask."""
+        return self.derived and not self.problem.causal and self.constant(_CAUSAL) is None
 
     @property
     def scale(self) -> float | None:

@@ -600,6 +600,17 @@ def test_a_reader_s_own_reference():
         traced.check()
 
 
+def test_a_causal_mask_without_an_argument_of_that_name():
+    traced = attention(96, causal=True)
+    launches = tuple(replace(one, constants={}) for one in traced.record.launches)
+    nameless = KernelTrace(replace(traced.record, launches=launches), values=traced.values)
+
+    assert nameless.expected.transfers != traced.expected.transfers
+    assert nameless.check().right
+    assert nameless.problem == traced.problem
+    assert nameless.expected.transfers == traced.expected.transfers
+
+
 def test_the_problem_has_the_type_of_q():
     r = Recorder("hand")
     for name, dtype in (("M", "float32"), ("q", "float16"), ("mask", "bool")):
