@@ -119,6 +119,7 @@ def _triton(
         given = {key: torch.from_numpy(x.copy()) for key, x in given.items()}
     else:
         given = {key: x.copy() for key, x in given.items()}
+    copies = dict(given)
     if hasattr(function, "apply"):
         call, given = _of_autograd(order, function, given, flags)
     else:
@@ -150,6 +151,9 @@ def _triton(
             "in a kernel",
         )
     computed = seen.computed_outside(given.values())
+    for label, array in zip(order.names, arguments, strict=True):
+        if seen.changed_outside(copies[label], array):
+            computed.append(label)
     if computed:
         raise Refused(
             "outside",

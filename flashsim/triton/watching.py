@@ -82,10 +82,7 @@ class Watch:
         """
         a = self.record().accesses
         known = [layout_of("given", one) for one in given]
-        before: dict[int, np.ndarray] = {}
-        for ran in self._machine.ran:
-            before = {**ran.before, **before}
-        names = []
+        before, names = self._before(), []
         for one in self._machine.arguments.pointers:
             ops = a["op"][(a["tensor"] == one.code) & (a["active"] > 0)]
             if not len(ops) or ops[0] != LOAD or "float" not in one.tensor.dtype:
@@ -96,6 +93,21 @@ class Watch:
             if np.unique(numbers[~np.isnan(numbers)]).size > 1:
                 names.append(one.tensor.name)
         return names
+
+    def changed_outside(self, given: Any, original: np.ndarray) -> bool:
+        """Return True if an array was not `original` before the first launch that got it.
+
+        The block of `watch` must have `check`.
+        """
+        held = self._before().get(layout_of("given", given).memory)
+        return held is not None and held.tobytes() != original.tobytes()
+
+    def _before(self) -> dict[int, np.ndarray]:
+        """Return each allocation's bytes from before the first launch that got it, by address."""
+        found: dict[int, np.ndarray] = {}
+        for ran in self._machine.ran:
+            found = {**ran.before, **found}
+        return found
 
     def codes_of(self, array: Any) -> list[int]:
         """Return the codes of all tensors and views that start at an array's first element."""

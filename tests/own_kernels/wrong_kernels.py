@@ -54,6 +54,8 @@ WRONG = [
      "a query does not see its own key (> instead of >=)"),
     ("kernel-causal", "keep = keep & (rows[:, None] >= cols[None, :])", "pass", "result",
      "there is no causal mask"),
+    ("kernel-forward", "    grid = (", "    q *= 2\n    grid = (", "outside",
+     "the kernels load numbers that were computed outside of the kernels: Q; compute"),
     ("kernel-forward", "[grid](q, k, v, o", "[grid](q * 1.0, k, v, o", "outside",
      "the kernels load numbers that were computed outside of the kernels: q_ptr; compute"),
     ("kernel-backward", "dk += tl.dot(tl.trans(ds), q) * scale", "dk += tl.dot(tl.trans(ds), q)",
