@@ -151,7 +151,7 @@ def _with_nan(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
     """Make torch keep tensors on the CPU when a file puts them on "cuda"."""
-    torch = sys.modules["torch"]
+    torch: Any = sys.modules["torch"]
     from torch.overrides import TorchFunctionMode
 
     class KeptOnCpu(TorchFunctionMode):
