@@ -16,6 +16,7 @@ from flashsim.functions.emit_expressions import literal
 from flashsim.functions.forward_mode import pushed
 from flashsim.functions.graph import Graph, Node
 from flashsim.functions.mask import MaskFunction
+from flashsim.functions.names import FUNCTIONS
 from flashsim.functions.operations import BOOL, FLOAT, INT
 from flashsim.functions.tracing import trace_mask, trace_score
 from flashsim.problem.problem import Problem
@@ -318,6 +319,25 @@ def test_both_modes_and_differences_agree(seed):
     difference = dout * (up - down) / 2e-6
     smooth = abs(difference - forward) < 1e-4 * (1 + abs(forward))
     assert smooth.mean() > 0.99  # min, max, abs and floor have corners
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "slope"),
+    [
+        *(("maximum", (0.0,), 0.5), ("minimum", (0.0,), 0.5), ("clip", (0.0, 1.0), 1.0)),
+        *(("clamp_min", (0.0,), 1.0), ("clamp_max", (0.0,), 1.0), ("abs", (), 0.0)),
+        *(("relu", (), 0.0), ("leaky_relu", (), 0.01), ("softplus", (), 0.5)),
+        ("logaddexp", (0.0,), 0.5),
+    ],
+)
+def test_a_slope_at_a_corner_is_torchs(name, more, slope):
+    """softplus and logaddexp have no corner; the terms of which they consist do."""
+    graph, arrays = trace_score(lambda s, b, h, q, k: FUNCTIONS[name](s, *more))
+    score = np.zeros((B, H, N, M))
+    of_score, _ = gradients(graph, arrays, score, np.ones_like(score))
+    assert np.allclose(of_score, slope)
+    values = graph.values({"score": score, **INDICES}, arrays)
+    assert np.allclose(pushed(graph, values, {graph.argument("score")}), slope)
 
 
 # -- ready-made masks and scores -------------------------------------------------------------------
