@@ -25,15 +25,26 @@ def is_array(value: Any) -> bool:
 _DEVICES = {"cpu", "cuda", "hip", "hpu", "ipu", "meta", "mps", "mtia", "vulkan", "xla", "xpu"}
 
 
-def _kind_of(dtype: Any) -> str:
-    """Return the kind (boolean, integer or float) of a dtype, a Python type or a type's name."""
+#: Integer types narrower than 32 bits: the smallest number, and a mask of the type's bits.
+_NARROW = {"uint8": (0, 0xFF), "int8": (-0x80, 0xFF), "int16": (-0x8000, 0xFFFF)}
+
+
+def _converted(recorder: Any, value: Any, dtype: Any) -> Any:
+    """Return a symbol for a value after conversion to a dtype, a Python type or a type's name.
+
+    A conversion to a type narrower than 32 bits keeps the low bits, as in NumPy, torch and JAX.
+    """
     name = str(np.dtype(dtype)) if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
     if name not in ELEMENTS:
         raise FunctionError(
             f"a traced value cannot be converted to {name}; convert it to one of "
             f"{', '.join(ELEMENTS)}"
         )
-    return ELEMENTS[name]
+    symbol = recorder.cast(value, ELEMENTS[name])
+    if name not in _NARROW or recorder.kind(value) == BOOL:
+        return symbol
+    least, bits = _NARROW[name]
+    return ((symbol - least) & bits) + least
 
 
 def _operator(name: str, turned: bool = False) -> Any:
@@ -162,7 +173,7 @@ class Symbol(_Arithmetic):
                 return self._recorder.cast(self, self._recorder.kind(x))
             device = isinstance(x, str) and x.partition(":")[0] in _DEVICES
             if not (device or isinstance(x, bool)) and type(x).__name__ != "device":
-                return self._recorder.cast(self, _kind_of(x))
+                return _converted(self._recorder, self, x)
         return self
 
     type = astype = type_as = to
@@ -194,8 +205,9 @@ class Symbol(_Arithmetic):
                 "a function works on one score at a time, so it cannot make an array of shape "
                 f"{size}; compute with single numbers"
             )
-        kind = self._recorder.kind(value if dtype is None else self)
-        return self._recorder.cast(value, kind if dtype is None else _kind_of(dtype))
+        if dtype is None:
+            return self._recorder.cast(value, self._recorder.kind(value))
+        return _converted(self._recorder, value, dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:

@@ -1,5 +1,7 @@
 """Every function of symbols, by every name that libraries give it, beside NumPy."""
 
+import functools
+
 import numpy as np
 import pytest
 from scipy import special
@@ -139,6 +141,11 @@ def test_arguments_by_name_and_methods():
     close(lambda s, b, h, q, k: FUNCTIONS["relu"](s, inplace=False), np.maximum(SCORE, 0))
     trunc = lambda s, b, h, q, k: FUNCTIONS["div"](-s, 0.7, rounding_mode="trunc")  # noqa: E731
     close(trunc, np.trunc(-SCORE / 0.7))
+    large = 2**60 - 3 * AT - 1  # an integer that a float cannot hold
+    for by in (3, -3):
+        trunc = functools.partial(FUNCTIONS["div"], b=by, rounding_mode="trunc")
+        assert on_keys(lambda k: trunc(large[k]) == (large // 3 * (by // 3))[k]).all()  # noqa: B023
+        assert on_keys(lambda k: trunc(k - 4) == np.trunc((AT - 4) / by)[k]).all()  # noqa: B023
     close(lambda s, b, h, q, k: np.where(s > 1, s, 0.0), np.where(SCORE > 1, SCORE, 0.0))
     near = SCORE * special.ndtr(SCORE)  # what the approximation by tanh is close to
     got = evaluated(lambda s, b, h, q, k: FUNCTIONS["gelu"](s, approximate="tanh"), SCORE)
@@ -154,6 +161,9 @@ def test_types_of_symbols():
         SCORE + 2,
     )
     close(lambda s, b, h, q, k: s[()] + s[...], 2 * SCORE)
+    for kind in (np.int8, np.uint8, np.int16):
+        narrow = (AT * 9999 - 30000).astype(kind)
+        assert on_keys(lambda k: (k * 9999 - 30000).astype(kind) == narrow[k]).all()  # noqa: B023
 
     def score(s, b, h, q, k):
         assert (s.dtype, k.dtype, (q > k).dtype) == (np.float32, np.int32, np.bool_)
