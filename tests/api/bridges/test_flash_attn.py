@@ -173,6 +173,20 @@ def test_alibi_with_slopes_of_each_sequence():
     close((out, lse), oracles(q, k, v, [None, None], slopes, softcap=3.0))
 
 
+@pytest.mark.parametrize(
+    ("n_k", "dtype", "tolerance"),
+    [(11, torch.float16, 2e-3), (9000, torch.float16, 2e-3), (60_000, torch.float32, 2e-5)],
+)
+def test_alibi_of_queries_far_from_the_first_key(n_k, dtype, tolerance):
+    """The term of a key near the query is small: it must not be a difference of large numbers."""
+    q, k, v = tensors((1, 3, 4, 16), (1, n_k, 2, 16), (1, n_k, 2, 16), dtype=dtype)
+    told = {"causal": True, "alibi_slopes": SLOPES, "return_attn_probs": True}
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, **told)
+    wanted, of_rows = oracles(q, k, v, [None], [SLOPES], causal=True)
+    close(out, wanted, tolerance)
+    close(lse, of_rows)
+
+
 @pytest.mark.parametrize("of_k", [[0, 4, 4, 9], [0, 7, 10, 21]], ids=["one diagonal", "three"])
 @pytest.mark.parametrize("own", [False, True], ids=["shared slopes", "own slopes"])
 def test_alibi_of_packed_sequences(own, of_k):
