@@ -507,6 +507,25 @@ def test_without_a_batch_and_rows_that_see_no_key():
     assert flashsim.jax.dot_product_attention is dot_product_attention
 
 
+@pytest.mark.parametrize(
+    ("t", "window", "seen"),
+    [
+        (1, (2, -2), {}),
+        (5, (9, -3), {3: (0, 1), 4: (0, 2)}),
+        (5, (-3, 4), {0: (3, 5), 1: (4, 5)}),
+        (5, (1, -2), {}),
+    ],
+)
+def test_a_window_beside_the_diagonal(t, window, seen):
+    """`seen` has the first key and the end of the keys of each row that sees any."""
+    q, v = jnp.ones((t, 1, 4)), jnp.arange(5.0).reshape(5, 1, 1)
+    out = dot_product_attention(
+        q, jnp.ones((5, 1, 4)), v, local_window_size=window, backend="simulator"
+    )
+    expected = [np.mean(np.arange(5.0)[slice(*seen[n])]) if n in seen else 0 for n in range(t)]
+    close(out[:, 0, 0], jnp.asarray(expected))
+
+
 def as_jax_nn(**told):
     q = jnp.ones((2, 7, 4, 8))
     return dot_product_attention(q, q, q, **told)
