@@ -16,6 +16,7 @@ from flashsim.torch import (  # noqa: E402
     decode,
     decoding,
     flash_attn,
+    flash_attn_cache,
     flash_attn_core,
     flash_attn_cute,
     flash_attn_interface,
@@ -327,6 +328,12 @@ def turned(x, cos, sin, positions, interleaved):
     done = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
     head = done.flatten(-2) if interleaved else torch.cat((done[..., 0], done[..., 1]), -1)
     return torch.cat((head, rest), -1)
+
+
+def test_float64_rows_are_rotated_in_float64():
+    x, cos, sin = tensors((3, 2, 8), (3, 4), (3, 4), dtype=torch.float64)
+    got = flash_attn_cache.rotated(x, torch.arange(3), cos=cos, sin=sin, interleaved=True)
+    close(got, turned(x, cos, sin, torch.arange(3), True), 1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
