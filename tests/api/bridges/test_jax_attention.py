@@ -21,6 +21,7 @@ from refusals import refuses  # noqa: E402
 import flashsim.jax  # noqa: E402
 from flashsim.errors import (  # noqa: E402
     BackendUnavailable,
+    DTypeError,
     FunctionError,
     ShapeError,
     UnsupportedError,
@@ -271,6 +272,18 @@ def test_functions_without_captured_arrays_and_sinks_alone():
 
 
 # -- errors ---------------------------------------------------------------------------------------
+
+
+def test_captured_integers_of_more_bits_than_jaxs_are_refused():
+    q, k, v = tensors(n_q=9)
+    numbers = np.arange(9)
+    mask = lambda b, h, i, j: numbers[i] == numbers[j]  # noqa: E731
+    with jax.enable_x64(False):
+        q, k, v = (x.astype("float32") for x in (q, k, v))
+        close(call(q, k, v, mask_mod=mask), v)
+        numbers = numbers + 2**32
+        with pytest.raises(DTypeError, match=r"numbers of int64 .* do not fit in JAX's int32"):
+            call(q, k, v, mask_mod=mask)
 
 
 def traced(ask):
