@@ -347,7 +347,28 @@ def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> An
             f"the function {name} cannot be traced with the argument "
             f"{', '.join(sorted(refused))}; leave it out"
         )
-    return known(*args, **{key: x for key, x in given.items() if x is not None})
+    result = known(*args, **{key: x for key, x in given.items() if x is not None})
+    return _in_place(name, args, keywords, result)
+
+
+def _in_place(name: str, args: Any, keywords: dict[str, Any], result: Symbol) -> Symbol:
+    """Return a call's result, which also replaces the symbol that the call overwrites, if any.
+
+    Such calls are ``relu_(x)``, ``relu(x, inplace=True)`` and ``add(x, 1, out=x)``.
+    """
+    target = keywords.get("out")
+    target = target[0] if isinstance(target, tuple) else target  # as NumPy passes it
+    underscore = name.endswith("_") and not name.startswith("_") and name not in FUNCTIONS
+    if underscore or keywords.get("inplace"):
+        target = args[0]
+    if target is None:
+        return result
+    if not isinstance(target, Symbol):
+        raise FunctionError(
+            f"the function {name} would write a traced value to an array; use its result instead"
+        )
+    target._node = result._node
+    return target
 
 
 # -- libraries whose functions refuse symbols ------------------------------------------------------

@@ -1,12 +1,14 @@
 """Every function of symbols, by every name that libraries give it, beside NumPy."""
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import special
 from test_expressions import evaluated
 
+from flashsim.errors import FunctionError
 from flashsim.functions.names import FUNCTIONS
 
 SCORE = np.linspace(0.3, 2.5, 9)
@@ -172,6 +174,20 @@ def test_types_of_symbols():
         return s + 1
 
     close(score, SCORE + 1)
+
+
+def test_functions_that_overwrite_an_argument():
+    """The names are NumPy's and torch's; a symbol may be overwritten, but no array."""
+
+    def score(s, b, h, q, k):
+        np.multiply(s, 2, out=s)
+        for name, told in (("relu_", {}), ("silu", {"inplace": True}), ("exp", {})):
+            s.__torch_function__(SimpleNamespace(__name__=name), (), (s,), told)
+        return s
+
+    close(score, 2 * SCORE * special.expit(2 * SCORE))
+    with pytest.raises(FunctionError, match="add would write a traced value to an array"):
+        on_keys(lambda k: np.add(k, 1, out=np.zeros(9)) > 0)
 
 
 ROW, TABLE, ONE_NUMBER = np.arange(9.0), np.arange(18.0).reshape(2, 9), np.array(3)
