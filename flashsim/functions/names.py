@@ -86,6 +86,11 @@ def _div(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     return r.symbol("floordiv", a, b) + ((a % b != 0) & ((a < 0) ^ (b < 0)))
 
 
+def _lax_div(a: Any, b: Any) -> Any:
+    r = _recorder_of((a, b))
+    return _div(a, b, None if FLOAT in (r.kind(a), r.kind(b)) else "trunc")
+
+
 def _pow(a: Any, b: Any) -> Any:
     r = _recorder_of((a, b))
     if isinstance(b, (int, np.integer)) and not isinstance(b, bool) and 0 <= b <= 8:
@@ -187,7 +192,8 @@ def _to(kind: str) -> Callable[..., Any]:
     return lambda x, *_args, **_keywords: _recorder_of((x,)).cast(x, kind)
 
 
-#: The traceable functions, by their names in Python, NumPy, torch and JAX.
+#: The traceable functions, by their names in Python, NumPy, torch and JAX. A name that begins with
+#: "jax." is for a function of JAX that differs from torch's function of the same name.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": _add,
     **dict.fromkeys(("sub", "subtract"), _sub),
@@ -237,6 +243,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("float", "double", "half", "bfloat16", "float32"), _to(FLOAT)),
     **dict.fromkeys(("int", "long", "int32"), _to(INT)),
     **dict.fromkeys(("bool", "bool_"), _to(BOOL)),
+    **{"jax.div": _lax_div, "jax.gelu": lambda x, approximate=True: _gelu(x, approximate)},
 }
 
 

@@ -395,5 +395,6 @@ def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
     """Trace a library function on symbols or captured arrays; call it directly on other values."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
-        return _called(name, args, keywords, original)
+        of_jax = f"jax.{name}"
+        return _called(of_jax if of_jax in FUNCTIONS else name, args, keywords, original)
     return original(*args, **keywords)

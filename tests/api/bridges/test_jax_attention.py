@@ -26,6 +26,7 @@ from flashsim.errors import (  # noqa: E402
     ShapeError,
     UnsupportedError,
 )
+from flashsim.functions.tracing import trace_score  # noqa: E402
 from flashsim.jax import attention, dot_product_attention, foreign, xla_ffi  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
@@ -269,6 +270,21 @@ def test_functions_without_captured_arrays_and_sinks_alone():
         attention(q, k, v, sinks=jnp.zeros(3))
     with pytest.raises(FunctionError, match="Python's if"):
         attention(q, k, v, score_mod=lambda s, b, h, i, j: s if i > j else -s)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda s, i: jax.lax.div(i - 4, 3) + s, lambda s, i: np.trunc((i - 4) / 3) + s),
+        (lambda s, i: jax.lax.div(s, 3.0), lambda s, i: s / 3),
+        (lambda s, i: jax.nn.gelu(s), lambda s, i: jax.nn.gelu(s)),
+        (lambda s, i: jax.nn.gelu(s, approximate=False), lambda s, i: jax.nn.gelu(s, False)),
+    ],
+)
+def test_functions_that_differ_from_torchs_of_the_same_name(function, expected):
+    graph = trace_score(lambda s, b, h, i, j: function(s, i)).graph
+    score, rows = np.linspace(-2, 2, 9), np.arange(9)
+    close(graph.evaluate({"score": score, "q": rows}, ()), expected(score, rows), rtol=1e-12)
 
 
 # -- errors ---------------------------------------------------------------------------------------
