@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -91,6 +91,10 @@ def _lax_div(a: Any, b: Any) -> Any:
     return _div(a, b, None if FLOAT in (r.kind(a), r.kind(b)) else "trunc")
 
 
+def _no_remainder(*_: Any) -> NoReturn:
+    raise FunctionError("math.remainder cannot be traced; use the operator %, or numpy.remainder")
+
+
 def _pow(a: Any, b: Any) -> Any:
     r = _recorder_of((a, b))
     if isinstance(b, (int, np.integer)) and not isinstance(b, bool) and 0 <= b <= 8:
@@ -173,6 +177,12 @@ def _gelu(x: Any, approximate: Any = "none") -> Any:
     return 0.5 * x * (1.0 + part)
 
 
+def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    """Return x with `value`, converted to x's type, where the mask is True."""
+    r = _recorder_of((x, mask, value))
+    return _where(mask, r.cast(value, r.kind(x)), x)
+
+
 def _trunc(x: Any) -> Any:
     _recorder_of((x,))  # or raise
     return _where(x < 0, _ceil(x), _floor(x))
@@ -193,7 +203,7 @@ def _to(kind: str) -> Callable[..., Any]:
 
 
 #: The traceable functions, by their names in Python, NumPy, torch and JAX. A name that begins with
-#: "jax." is for a function of JAX that differs from torch's function of the same name.
+#: "jax." or "math." is for a function that differs from torch's function of the same name.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": _add,
     **dict.fromkeys(("sub", "subtract"), _sub),
@@ -216,7 +226,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{"expit": _sigmoid, "relu": _relu, "sign": _sign},
     **{"clamp_min": _clamp_min, "clamp_max": _clamp_max},
     "trunc": _trunc,
-    **{"leaky_relu": _leaky_relu, "masked_fill": lambda x, mask, value: _where(mask, value, x)},
+    **{"leaky_relu": _leaky_relu, "masked_fill": _masked_fill},
     **{"square": lambda x: _pow(x, 2), "softplus": _softplus, "gelu": _gelu},
     "logaddexp": lambda a, b: _max(a, b) + _softplus(-abs(a - b)),
     **dict.fromkeys(("silu", "swish"), lambda x, inplace=False: x * _sigmoid(x)),
@@ -244,6 +254,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("int", "long", "int32"), _to(INT)),
     **dict.fromkeys(("bool", "bool_"), _to(BOOL)),
     **{"jax.div": _lax_div, "jax.gelu": lambda x, approximate=True: _gelu(x, approximate)},
+    "math.remainder": _no_remainder,
 }
 
 

@@ -395,6 +395,6 @@ def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
     """Trace a library function on symbols or captured arrays; call it directly on other values."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
-        of_jax = f"jax.{name}"
-        return _called(of_jax if of_jax in FUNCTIONS else name, args, keywords, original)
+        own = f"{(getattr(original, '__module__', '') or '').partition('.')[0]}.{name}"
+        return _called(own if own in FUNCTIONS else name, args, keywords, original)
     return original(*args, **keywords)

@@ -117,7 +117,7 @@ def test_math_functions_are_traced_too():
 def fails(text, match):
     kept = SimpleNamespace()
     trace_mask(lambda b, h, q, k: setattr(kept, "symbol", q > 2) or q > k)
-    scope: dict = {"np": np, "table": np.zeros((4, 5)), "names": np.array(["a"])}
+    scope: dict = {"np": np, "math": math, "table": np.zeros((4, 5)), "names": np.array(["a"])}
     kept.table = scope["table"]
     scope |= {"empty": np.zeros(0), "earlier": kept.symbol, "kept": kept}
     exec(compile(f"def f(b, h, q, k):\n    return {text}", __file__, "exec"), scope)
@@ -163,6 +163,7 @@ def fails(text, match):
         ("k.exp(q) > 0", "exp takes 1 value here, got 2"),
         ("q + 2**63 > k", "9223372036854775808 does not fit in 64 bits"),
         ("q + np.uint64(2**63) > k", "9223372036854775808 does not fit in 64 bits"),
+        ("math.remainder(k, 3) > 0", "use the operator %"),
         ("~(k * 0.5) > 0", "take booleans and integers, got a float"),
         ("(k * 0.5) << 1 > q", "take booleans and integers, got a float"),
     ],

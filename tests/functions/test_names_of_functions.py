@@ -138,6 +138,7 @@ def test_arguments_by_name_and_methods():
     close(floor, SCORE // 0.7)
     filled = lambda s, b, h, q, k: s.masked_fill(s > 1, -2.0)  # noqa: E731
     close(filled, np.where(SCORE > 1, -2.0, SCORE))
+    assert (on_keys(lambda k: k.masked_fill(k > 3, 2.7) == 2) == ((AT == 2) | (AT > 3))).all()
     close(lambda s, b, h, q, k: s.where(s > 1, -2.0), np.where(SCORE > 1, SCORE, -2.0))
     close(lambda s, b, h, q, k: np.full_like(s, fill_value=3) + k.float() * 0, 0 * SCORE + 3)
     close(lambda s, b, h, q, k: FUNCTIONS["relu"](s, inplace=False), np.maximum(SCORE, 0))
