@@ -119,6 +119,7 @@ def fails(text, match):
     trace_mask(lambda b, h, q, k: setattr(kept, "symbol", q > 2) or q > k)
     scope: dict = {"np": np, "math": math, "table": np.zeros((4, 5)), "names": np.array(["a"])}
     kept.table = scope["table"]
+    scope["hidden"] = np.ma.masked_array(np.zeros(9), np.arange(9) > 3)
     scope |= {"empty": np.zeros(0), "earlier": kept.symbol, "kept": kept}
     exec(compile(f"def f(b, h, q, k):\n    return {text}", __file__, "exec"), scope)
     with pytest.raises(FunctionError, match=match):
@@ -141,6 +142,7 @@ def fails(text, match):
         ("table[q / 2, k] > 0", "is a float"),
         ("table > q", "without an index"),
         ("names[q] == 1", "dtype"),
+        ("hidden[q] == 1", r"hidden is a masked array, .* capture hidden.filled\(value\)"),
         ("q + k", "must return a boolean"),
         ("unknown(q)", "NameError"),
         ("None", "one value per score, got None"),
