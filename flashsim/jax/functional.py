@@ -125,6 +125,8 @@ def attention(
     asked = request._replace(score_mod=functions.get("score_mod"))
     given = inputs.prepare(q, k, v, asked, bias=bias, may_be_empty=True, on_cpu=False)
     p = given.problem
+    if p.score_mod is None:  # a function that only caps the scores became the softcap
+        functions.pop("score_mod", None)
     checked = {
         name: getattr(p, name) for name in ("causal", "window", "softcap", "scale", *OFFSETS)
     }
