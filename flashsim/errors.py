@@ -155,7 +155,7 @@ SYNONYMS = {
     "d": "head_dim",
     "algo": "algorithm",
     "gpu": "device",
-    "engine": "backend",
+    **dict.fromkeys(("engine", "implementation"), "backend"),
     "return_lse": "nothing: the result always has .lse",
     "enable_gqa": "nothing: grouped-query heads follow from the shapes",
     "dropout_p": None,

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flashsim.errors import MaskError, OptionError, ShapeError, UnsupportedError, shown
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import trace_mask, trace_score
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tables import FULL
@@ -68,6 +69,8 @@ def flex_attention(
     FlashSimError
         If a function cannot be traced, the error is a `FunctionError`, which names the line.
     """
+    enable_gqa = checks.flag("enable_gqa", enable_gqa)
+    return_lse = checks.flag("return_lse", return_lse)
     query, key, value = taken(query=query, key=key, value=value)
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise ShapeError(

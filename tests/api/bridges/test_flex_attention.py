@@ -10,7 +10,13 @@ torch = pytest.importorskip("torch")
 from bridge_cases import plain  # noqa: E402
 from torch.nn.attention import flex_attention as flex  # noqa: E402
 
-from flashsim.errors import FunctionError, OptionError, ShapeError, UnsupportedError  # noqa: E402
+from flashsim.errors import (  # noqa: E402
+    DTypeError,
+    FunctionError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
 from flashsim.torch import flex_attention  # noqa: E402
 
 pytestmark = [
@@ -135,6 +141,9 @@ def test_grouped_heads_are_asked_for():
     q, k, v = inputs(heads=2)
     with pytest.raises(OptionError, match="enable_gqa=True"):
         flex_attention(q, k, v, alibi)
+    for name in ("enable_gqa", "return_lse"):
+        with pytest.raises(DTypeError, match=f"{name} must be True or False, got tensor"):
+            flex_attention(q, k, v, **{name: torch.ones(2)})
     wide = [x.repeat_interleave(2, dim=1) for x in (k, v)]
     out = flex_attention(q, k, v, alibi, enable_gqa=True)
     torch.testing.assert_close(out, _reference(q, *wide, alibi, None)[0])
