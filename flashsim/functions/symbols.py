@@ -196,7 +196,7 @@ class Symbol(_Arithmetic):
         return functools.partial(FUNCTIONS[name], self)
 
 
-class Row(Symbol):
+class PartlyIndexed(Symbol):
     """A captured array with fewer indices than axes, such as bias[b]; it takes further indices."""
 
     def __init__(self, array: Captured, indices: tuple[Any, ...]) -> None:
@@ -209,7 +209,7 @@ class Row(Symbol):
     def __getitem__(self, key: Any) -> Symbol:
         return self._array[(*self._indices, *(key if isinstance(key, tuple) else (key,)))]
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # type: ignore[override]
         return self.shape[0]
 
     @property
@@ -257,7 +257,7 @@ class Captured(_Arithmetic):
                     ".to(torch.int32), or by .astype(int)"
                 )
         if len(keys) < len(array.shape):
-            return Row(self, keys)
+            return PartlyIndexed(self, keys)
         spec = recorder.array(array, self._name)
         builder = recorder.builder
         indices = tuple(builder.cast(recorder.node(k), INT) for k in keys)

@@ -1,6 +1,7 @@
 """`flashsim.torch.flex_attention` takes functions written for torch's FlexAttention, unchanged."""
 
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.attention import flex_attention as flex  # noqa: E402
 
 from flashsim.errors import (  # noqa: E402
     DTypeError,
+    FlashSimError,
     FunctionError,
     OptionError,
     ShapeError,
@@ -147,6 +149,24 @@ def test_grouped_heads_are_asked_for():
     wide = [x.repeat_interleave(2, dim=1) for x in (k, v)]
     out = flex_attention(q, k, v, alibi, enable_gqa=True)
     torch.testing.assert_close(out, _reference(q, *wide, alibi, None)[0])
+
+
+@pytest.mark.parametrize("how", [lambda f: f, lambda f: whole(f)], ids=["eager", "compiled"])
+def test_other_outputs_are_requested_as_in_torch(how):
+    q, k, v = inputs()
+    out, lse = flex_attention(q, k, v, alibi, return_lse=True)
+    attend = how(partial(flex_attention, q, k, v, alibi))
+    for wants in (True, False):
+        got, aux = attend(return_aux=flex.AuxRequest(lse=wants))
+        torch.testing.assert_close((got, aux.lse), (out, lse if wants else None))
+        assert aux.max_scores is None
+    for text, told in (
+        ("must be an AuxRequest, got True", {"return_aux": True}),
+        ("both passed", {"return_aux": flex.AuxRequest(), "return_lse": True}),
+        ("largest scores", {"return_aux": flex.AuxRequest(max_scores=True)}),
+    ):
+        with pytest.raises(FlashSimError, match=text):
+            flex_attention(q, k, v, **told)
 
 
 GRID = [[[1, 0, 0], [0, 1, 1], [0, 1, 0]], [[0, 1, 1], [1, 1, 1], [1, 1, 1]]]
