@@ -316,7 +316,7 @@ def live(
     pairs = zip(starts or (0,) * len(stops), stops, strict=True)
     begins = [min(max(start, 0), stop) for start, stop in pairs]
     if entries is not None:
-        numbers = torch.tensor(entries)
+        numbers = torch.tensor(entries, device="cpu")
         check_within("cache_batch_idx must select the caches' entries", numbers, k.shape[0])
     for x in (k, v):
         parts = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -286,11 +287,12 @@ def _same_tiles(mask: MaskFunction, block_mask: Any, query: Tensor, key: Tensor)
         *(query.shape[2], key.shape[2]), batch=query.shape[0], heads=query.shape[1], mask_mod=mask
     )
     schedule = Schedule(problem, Tiling(*block_mask.BLOCK_SIZE))
-    ptr, col, kind = (torch.tensor(x).long() for x in schedule.row_csr)
-    visited, whole = torch.zeros((2, schedule.t_r, schedule.t_c), dtype=torch.bool)
-    at = torch.repeat_interleave(ptr.diff()), col
+    ptr, col, kind = schedule.row_csr
+    visited, whole = np.zeros((2, schedule.t_r, schedule.t_c), bool)
+    at = np.repeat(np.arange(schedule.t_r), np.diff(ptr)), col
     visited[at], whole[at] = True, kind == FULL
     listed, full = (
-        x.flatten(0, 1)[:, : schedule.t_r, : schedule.t_c].cpu() for x in _blocks(block_mask)
+        x.flatten(0, 1)[:, : schedule.t_r, : schedule.t_c].cpu().numpy()
+        for x in _blocks(block_mask)
     )
     return bool((listed == visited).all() & (full <= whole).all())

@@ -195,7 +195,7 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
         whole = isinstance(cu_seqlens, Iterable) and not isinstance(cu_seqlens, Mapping)
         if not whole or not all(checks.is_int(x) and abs(x) < 2**63 for x in cu_seqlens):
             raise ShapeError(f"{name} must be a list of integer offsets, got {shown(cu_seqlens)}")
-    return torch.tensor(cu_seqlens, dtype=torch.int64)
+    return torch.tensor(cu_seqlens, dtype=torch.int64, device="cpu")
 
 
 def _without_heads(*qkv: Tensor) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from flashsim.errors import (  # noqa: E402
     ShapeError,
     UnsupportedError,
 )
-from flashsim.torch import flex_attention  # noqa: E402
+from flashsim.torch import attention, decode, flex_attention  # noqa: E402
 
 pytestmark = [
     pytest.mark.promise("bridges equal their library"),
@@ -190,6 +190,23 @@ def test_blocks_that_are_left_out_are_masked(grid, full):
     listed = lambda b, h, i, j: grid[0, h % grid.shape[1], i // 32, j // 32]  # noqa: E731
     out = flex_attention(q, k, v, None, blocks)
     torch.testing.assert_close(out, _reference(q, k, v, None, listed, heads=2)[0])
+
+
+def test_the_default_device_of_new_tensors_does_not_matter():
+    """`torch.set_default_device("cuda")` is common, also where tensors lie on the CPU."""
+    q, k, v = (x.detach()[:1] for x in inputs())
+    blocks = flex.create_block_mask(causal, None, None, N, M, device="cpu", BLOCK_SIZE=32)
+    cuts = {"cu_seqlens_q": [0, N], "cu_seqlens_k": [0, M]}
+    calls = (
+        lambda: flex_attention(q, k, v, None, blocks),
+        lambda: attention(q, k, v, **cuts),
+        lambda: decode(q[:, :, :1], k, v, cache_seqlens=[5], cache_batch_idx=[0]),
+    )
+    for call in calls:
+        expected = call()
+        with torch.device("meta"):
+            found = call()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_mask_of_other_lengths_is_refused():
