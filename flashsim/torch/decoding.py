@@ -116,7 +116,7 @@ def integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     """Return an int32 tensor on q's device with one integer per sequence; None stays None."""
     if given is None:
         return None
-    if isinstance(given, int) and not isinstance(given, bool):
+    if checks.is_int(given):
         if not -(2**31) <= given < 2**31:
             raise ShapeError(f"{name} must fit in 32 bits, got {given}")
         given = torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)

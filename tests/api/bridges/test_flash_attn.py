@@ -4,6 +4,7 @@ import inspect
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from refusals import refusals, refused
 
@@ -618,7 +619,9 @@ def test_a_block_table_reads_no_page_that_is_missing():
     """A negative page would otherwise count from the last one."""
     q, k, v = tensors((2, 4, 1, 16), (3, 2, 8, 16), (3, 2, 8, 16))
     table = torch.tensor([[0, -1], [1, 2]], dtype=torch.int32)
-    decode(q, k, v, block_table=table, cache_seqlens=[8, 16])  # page -1 is unused
+    first = decode(q, k, v, block_table=table, cache_seqlens=[8, 8])  # page -1 is unused
+    same = decode(q, k, v, block_table=table, cache_seqlens=np.int64(8))
+    torch.testing.assert_close(same, first, rtol=0, atol=0)
     for page in (-1, 3):
         table[0, 1] = page
         with pytest.raises(ShapeError, match=f"pages 0 to 2, got {min(page, 0)} to "):
