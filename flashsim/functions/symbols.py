@@ -386,7 +386,7 @@ def _in_place(name: str, args: Any, keywords: dict[str, Any], result: Symbol) ->
         raise FunctionError(
             f"the function {name} would write a traced value to an array; use its result instead"
         )
-    target._node = result._node
+    target._node, target._narrow = result._node, result._narrow
     return target
 
 
