@@ -202,8 +202,8 @@ def _length(values: Iterable[Any]) -> int:
 def _few_enough(name: str, number: int) -> None:
     if number > MOST_POINTS:
         raise OptionError(
-            f"{name} has more than {MOST_POINTS:,} points, the most of one sweep; use larger steps or "
-            "fewer axes, or run several sweeps"
+            f"{name} has more than {MOST_POINTS:,} points, the most of one sweep; use larger steps "
+            "or fewer axes, or run several sweeps"
         )
 
 

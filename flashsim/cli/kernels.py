@@ -83,7 +83,7 @@ def kernel(
 
     The user's function gets random arrays for parameters such as q, k and v. If no function is
     named, a Triton file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py
-    runs with your rights, like any program that you start.
+    runs with your rights, like any program that you start. The exit code is 1 if a result is wrong.
     """
     path, function = _split(target)
     settings = dict(_pair("--set", pair) for pair in set_ or ())
@@ -148,10 +148,12 @@ def kernel(
     files = _written(traced, out) if out is not None else []
     if form.json or form.csv:
         show(traced.compared(), form)
-        return
-    from flashsim.own_kernels.answer import LINES, answer
+    else:
+        from flashsim.own_kernels.answer import LINES, answer
 
-    typer.echo(answer(traced, files, note, 10_000 if all_ else LINES))
+        typer.echo(answer(traced, files, note, 10_000 if all_ else LINES))
+    if traced.verdict is not None and not traced.verdict.right:
+        raise typer.Exit(1)
 
 
 def _pallas(call: Any, options: dict[str, Any]) -> Any:

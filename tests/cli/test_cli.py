@@ -123,6 +123,7 @@ def test_help_all_of_another_program_is_not_ours(tmp_path):
     script = tmp_path / "program.py"
     script.write_text("import sys; print(sys.argv[1:])")
     assert "--help-all" in _words(found(["watch"])[0], [str(script), "--", "--help-all"])
+    assert "--help-all" in _words(found(["watch"])[0], [str(script), "--help-all"])
     assert "--help-all" not in _words(found(["watch"])[0], ["--help-all"])
 
 
