@@ -18,7 +18,7 @@ from flashsim.api.compare import side_by_side
 from flashsim.api.sweep import sweep as run_sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.declare import OUTPUT, Format, each, option, refuse_unused
+from flashsim.cli.declare import OUTPUT, Format, each, option, refuse_unused, written
 from flashsim.cli.output import Tables, add, event_table, figures, ready, say, show, working
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError
@@ -178,6 +178,7 @@ def count(
 
 
 def sweep(
+    typed: typer.Context,
     n_q: list[int] = option(..., "Numbers of queries and keys, e.g. 1024,2048,4096.", "-n"),
     head_dim: list[int] = option("64", "Widths of a row of Q and K, e.g. 64,128.", "-d"),
     batch: list[int] = option("1", "Batch sizes.", "-b"),
@@ -219,7 +220,7 @@ def sweep(
     ),
 ) -> Tables:
     """Count or simulate every combination of values; most options accept lists with commas."""
-    if causal and True in mask:
+    if causal and "mask" in written(typed):
         raise OptionError("--causal is short for --mask causal; pass only one of them")
     axes: dict[str, Any] = {
         **{"n": n_q, "head_dim": head_dim, "batch": batch, "heads": heads, "kv_heads": kv_heads},

@@ -73,6 +73,9 @@ study dram -n 64 --splits 2 -> 'flash2' does not take splits
 compare -n 64 --seed 1
     -> --seed has no effect with counting by formula, which needs no tensors (--execute does)
 sweep -n 64 -t 16x16 --causal --mask full,causal -> pass only one of them
+sweep -n 64 -t 16x16 --causal --mask full -> pass only one of them
+roofline -n 64 --seconds 1 -> --seconds is the time of one algorithm, but 2 are shown
+study blocks --stages dkdv=64x64,dq=64x64 --direction forward -> leave out --direction forward
 study dram --launch random -> choose from head-first
 verify -> Nsight Compute
 verify --seed 3 -> --seed has no effect with a run without --soak

@@ -19,7 +19,7 @@ from flashsim.counts import bounds, traffic
 from flashsim.errors import OptionError
 from flashsim.viz import palette
 from flashsim.viz.film.animation import Film
-from flashsim.viz.style import human, unit_axis
+from flashsim.viz.style import human, ink_on, unit_axis
 
 pytestmark = pytest.mark.promise("pictures show the counts")
 
@@ -324,6 +324,9 @@ def test_the_numbers_beside_a_map_of_one_tile_are_whole():
     bar = ax.figure.axes[-1]
     low, high = bar.get_ylim()
     assert [y for y in bar.get_yticks() if low <= y <= high] == [0]
+    (number,) = [text for text in ax.texts if text.get_text() == "0"]
+    image = ax.images[0]
+    assert number.get_color() == ink_on(image.cmap(image.norm(0)))
 
 
 def test_tile_map_marks_masked_tiles():
@@ -671,6 +674,8 @@ def test_memory_footprint_writes_no_number_over_another():
     ax = viz.memory_footprint(Problem(64, head_dim=64))  # m and l, or L: almost the same
     assert " ".join(words(ax.texts)).count("B") == 3
     assert overlaps(ax.figure) == []
+    full = viz.memory_footprint(Problem(64, head_dim=64), device="T4")  # P of 65,536 keys fills it
+    assert crossings(full.figure) == []
 
 
 def test_memory_footprint_is_what_is_saved():

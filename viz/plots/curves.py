@@ -195,11 +195,13 @@ def memory_footprint(
         saved = [points[size] for size in sizes]
         ax.plot(sizes, saved, label=sources.title(name), **style.series_style(theme, number))
         ends.append((sizes[-1], points[sizes[-1]]))
+    machine = None if device is None else Device.get(device)
     for close in _close(ends):
         texts = dict.fromkeys(style.human(saved) for _, saved in close)
-        style.note(ax, "\n".join(reversed(texts)), close[-1], (8, 0), va="center")
-    if device is not None:
-        machine = Device.get(device)
+        level = close[-1][1] / machine.hbm_bytes if machine is not None else 0.0
+        place: Any = ((8, -6), "top") if 0.77 < level < 1.3 else ((8, 0), "center")  # off its line
+        style.note(ax, "\n".join(reversed(texts)), close[-1], place[0], va=place[1])
+    if machine is not None:
         ax.axhline(machine.hbm_bytes, color=theme.text, ls=(0, (5, 3)), lw=1.6)
         text, level = f"{machine.name}: {style.human(machine.hbm_bytes)}", (0, machine.hbm_bytes)
         style.note(ax, text, level, (6, 5), ("axes fraction", "data"))
