@@ -179,8 +179,7 @@ def sweep(
     algorithm, direction, device, key_order
         As in `count`.
     tiling : Tiling, str or None, or a list of them
-        A tiling, a name of `Tiling.preset`, or "fit" or None for the one that fits and moves the
-        fewest bytes.
+        A tiling, a name of `Tiling.preset`, or "fit" or None for the default of `count`.
     sram_bytes : int or None, or a list of them
         On-chip capacity of one thread block, in bytes, instead of the device's own.
     method : {"count", "run"}

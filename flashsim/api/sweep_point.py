@@ -25,6 +25,7 @@ from flashsim.report import Cell
 from flashsim.schedule import plans
 from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.schedule import KEY_ORDERS
+from flashsim.schedule.split_kv import choose
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 
@@ -96,6 +97,8 @@ class SweepPoint:
         if isinstance(self.tiling, Tiling):
             return self.tiling
         if self.tiling == "fit":
+            if self.direction == "forward":  # decoding packs heads, and its tiles must fit so
+                return choose(problem, None, self.machine, self.algorithm)[0]
             return Tiling.fit(problem, self.machine, self.algorithm, self.direction)
         return Tiling.preset(self.tiling, self.head_dim, causal=self.causal)
 

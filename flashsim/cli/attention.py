@@ -172,7 +172,7 @@ def count(
     counts = _passes(problem, how, [(algorithm, decoding)])
     people = [c.table() for c in counts]
     if "fit" in (how.tiling, how.backward_tiling if how.backward else how.tiling):
-        fit = "the tile is the one that fits on chip and moves the fewest bytes; -t 64x64 sets it"
+        fit = "the tile fits on chip and moves the fewest bytes without a mask; -t 64x64 sets it"
         people[0].note += f" · {fit}"
     return people, [figures(c) for c in counts]
 

@@ -114,7 +114,7 @@ class Scores(Mask):
 
 _TILE = (
     "Tile size: QUERIESxKEYS, e.g. 128x64; fit: for each algorithm, the tile that moves the "
-    "fewest bytes; same: one tile that fits on chip for all algorithms; or a real kernel's tile: "
+    "fewest bytes without a mask; same: one tile that fits on chip for all algorithms; or a real kernel's tile: "
     f"{', '.join(PRESETS)}."
 )
 PASS = "Pass: forward or backward."

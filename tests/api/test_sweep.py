@@ -128,6 +128,16 @@ def test_options_that_contradict_each_other_are_a_status_too(axes, told):
     assert bad.startswith(told)
 
 
+def test_a_tile_that_fits_is_that_of_count_with_packed_heads_too():
+    shape = {"n_kv": 3000, "heads": 4, "kv_heads": 1, "dtype": "bfloat16"}
+    how = {"algorithm": "flash-decode", "device": "V100"}
+    (row,) = flashsim.sweep([100], **shape, **how)
+    counted = flashsim.count(flashsim.Problem(100, **shape), **how)
+    assert row["status"] == "ok"
+    assert Tiling(row["block_q"], row["block_k"]) == counted.tiling
+    assert row["requested_bytes"] == counted.bytes()
+
+
 def test_running_out_of_memory_is_a_status(monkeypatch):
     def exhausted(problem):
         raise MemoryError("Unable to allocate 64.0 TiB")
