@@ -472,6 +472,28 @@ def test_names_of_cumulative_lines_lie_on_no_line(quantity, causal):
     assert overlaps(ax.figure) + crossings(ax.figure) == []
 
 
+def test_eight_passes_have_names_apart():
+    """With more than three lines, a legend names them."""
+    passes = [
+        flashsim.count(Problem(512, heads=heads), tiling=Tiling(rows, 64), algorithm=name)
+        for heads in (1, 4)
+        for rows in (16, 64)
+        for name in ("flash1", "flash2")
+    ]
+    lines = viz.cumulative(passes)
+    assert len(lines.get_legend().texts) == 8
+    for ax in (lines, viz.traffic(passes)):
+        assert overlaps(ax.figure) + crossings(lines.figure) == []
+
+
+def test_each_tile_size_of_a_sweep_has_a_line():
+    sweep = flashsim.sweep([64, 128], tiling=[Tiling(16, 16), Tiling(32, 32)])
+    ax = viz.io_curve(sweep, x="n_q")
+    for side in (16, 32):
+        found = line(ax, f"FlashAttention-2, tiles {side} x {side}")
+        assert found.get_xdata().tolist() == [64, 128]
+
+
 def test_registers_come_on_top_of_shared_memory():
     trace = flashsim.load_sample_trace("h200-backward")
     assert trace.peak_sram() > trace.device.sram_bytes
