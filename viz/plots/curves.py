@@ -149,8 +149,8 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
         label = [sources.title(row["algorithm"])]
         label += [words.get(k) or (f"{k} = {row[k]}" if k in AXES else row[k]) for k in telling]
         series.setdefault(", ".join(label), []).append(row)
-    for label, points in series.items():
-        _one_per_place([point[x] for point in points], x, label)
+    for name, points in series.items():
+        _one_per_place([point[x] for point in points], x, name)
     return series
 
 
@@ -214,8 +214,8 @@ def memory_footprint(
     machine = None if device is None else Device.get(device)
     for close in _close(ends):
         texts = dict.fromkeys(style.human(saved) for _, saved in close)
-        level = close[-1][1] / machine.hbm_bytes if machine is not None else 0.0
-        place: Any = ((8, -6), "top") if 0.77 < level < 1.3 else ((8, 0), "center")  # off its line
+        share = close[-1][1] / machine.hbm_bytes if machine is not None else 0.0
+        place: Any = ((8, -6), "top") if 0.77 < share < 1.3 else ((8, 0), "center")  # off its line
         style.note(ax, "\n".join(reversed(texts)), close[-1], place[0], va=place[1])
     if machine is not None:
         ax.axhline(machine.hbm_bytes, color=theme.text, ls=(0, (5, 3)), lw=1.6)
