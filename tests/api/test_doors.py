@@ -244,7 +244,7 @@ TAKES = {
     predict.predict: {
         NOTHING: "problem direction algorithm device splits",
         "None": "kernels tiling constants",
-        "None {} {'x':1}": "heads_in_group",
+        "None {}": "heads_in_group",
         f"None {FLAGS}": "pack_gqa",
     },
     reproduce.tables: {NOTHING: "name"},

@@ -162,6 +162,7 @@ def predict(
     passes, traffic = _prepare(problem, *how)
     known = CALIBRATED[kernels] if constants is None else constants
     for name, heads in ({} if heads_in_group is None else heads_in_group).items():
+        checks.one_of("stage in heads_in_group=", name, [x.stage.name for x in passes])
         if not checks.is_int(heads):
             raise DTypeError(f"heads_in_group= must have integers, got {shown(heads)} for {name!r}")
         if heads < 1:
