@@ -33,6 +33,7 @@ _SCALE = option(
 
 
 def run(
+    typed: typer.Context,
     sizes: opt.Sizes,
     tensors: opt.Tensors,
     scores: opt.Scores,
@@ -57,6 +58,7 @@ def run(
 ) -> None:
     """Run attention tile by tile, and show the bytes that it moved."""
     _ready_apart(save, out, how.backward)
+    values.check_seed(tensors, written(typed), how.backward)
     wide = {} if scaling.scales is None else {"dtype": "float32"}
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix, **wide)
     arrays, scales = values.quantized(arrays, scaling, rotate, sizes.dtype)
@@ -125,6 +127,7 @@ def compare(
         by_formula = "counted by formula; --execute simulates on tensors and compares results"
         table.note = f"{by_formula} · {table.note}"
         return table
+    values.check_seed(tensors, written(typed), how.backward)
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
     tiles = values.tilings(how, values.problem_of(arrays, scores), algorithm)
     with working(

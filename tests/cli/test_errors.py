@@ -29,7 +29,12 @@ study walkthrough softmax --logits '' -> --logits takes values separated by comm
 run --demo-data layer1 -> unknown sample 'layer1'
 run --demo-data layer0 -n 9 -> leave out --n-q
 run --demo-data layer0 --input x -> pass only one of them
-run --input nowhere.npz -> No such file
+run --input nowhere.npz -> cannot read 'nowhere.npz': No such file
+run --input HERE -> is not an .npz file of plain arrays (it is not a zip archive)
+run --demo-data layer0 --seed 1 -> --seed only draws the gradient of a backward pass
+compare --demo-data layer0 --seed 1 -> --seed only draws the gradient of a backward pass
+plot traffic --demo-data layer0 --seed 1 -o x.png
+    -> --seed only draws the gradient of a backward pass
 compare --algorithm '' -> unknown algorithm ''
 count --heads 6 --kv-heads 4 -> query heads must be a multiple
 count --json --csv -> different formats
