@@ -126,7 +126,7 @@ def kernel(
                 module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             library = "torch" if not pallas and hasattr(module, "torch") else "numpy"
-            arrays = _Arrays(problem, library, ndim, layout, seed)
+            arrays = _Arrays(problem, library, ndim, layout, checks.seed(seed))
             call, used = _call(_attribute(module, function), function, arrays, settings)
             options["problem"] = problem if used else None
             if pallas:
