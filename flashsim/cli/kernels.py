@@ -18,7 +18,7 @@ from flashsim.api import cost
 from flashsim.api.samples import random_inputs
 from flashsim.cli import options as opt
 from flashsim.cli.declare import Format, option
-from flashsim.cli.output import show
+from flashsim.cli.output import ready, show
 from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
 from flashsim.own_kernels.files import (
     beside,
@@ -86,6 +86,7 @@ def kernel(
     runs with your rights, like any program that you start. The exit code is 1 if a result is wrong.
     """
     path, function = _split(target)
+    ready(None if out is None else out / "page.html")
     settings = dict(_pair("--set", pair) for pair in set_ or ())
     problem = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -292,6 +293,11 @@ class _Arrays:
         self.ndim = self.ndim or len(axes) or 4
         if self.ndim not in (2, 3, 4):
             raise OptionError(f"--ndim must be 2, 3 or 4, got {self.ndim}")
+        if self.layout is not None and self.ndim != 4:
+            raise OptionError(
+                f"--layout orders four axes, but q has {self.ndim}; leave out --layout, or pass "
+                "--ndim 4"
+            )
         self.layout = self.layout or ("bnhd" if _heads_third(axes) else "bhnd")
         checks.one_of("--layout", self.layout, ("bhnd", "bnhd"))
 
@@ -376,7 +382,6 @@ def _written(traced: Any, out: Path) -> list[str]:
     """Write an HTML page and a plot of the kernel; return one line of text about each file."""
     from flashsim import viz
 
-    out.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"\W+", "_", traced.name)[:40]
     files = []
     try:

@@ -194,6 +194,8 @@ def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
         ([f"{FLASH}:forward", "-n", "64", "--config", "1"], "has no @triton.autotune"),
         ([f"{FLASH}:forward", "--ndim", "5"], "ndim must be 2, 3 or 4, got 5"),
         ([f"{FLASH}:forward", "--seed", "-1"], "seed must be at least 0, got -1"),
+        ([f"{FLASH}:forward", "--out", __file__], "is a file, not a folder"),
+        ([f"{FLASH}:forward", "--layout", "bnhd"], "--layout orders four axes, but q has 3"),
         ([f"{FLASH}:forward", "--name", "zz=K", "-n", "64"], "names= contains 'zz'"),
     ],
 )
