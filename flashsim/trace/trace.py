@@ -196,8 +196,9 @@ class Trace(Recording, questions.Answers):
     def cumulative(self) -> np.ndarray:
         """Return one head's cumulative requested bytes after each visit, over all stages.
 
-        Entry v of the result is the total after v visits. Bytes outside visits are added to the
-        next visit or, at the end of a stage, to the stage's last visit.
+        Entry v of the result is the total after v visits, where a stage without visits, such as
+        that of delta, counts as one visit. Bytes outside visits are added to the next visit or, at
+        the end of a stage, to the stage's last visit.
         """
         per_visit = [np.zeros(1, np.int64)]
         for stage in self.stages:
