@@ -237,9 +237,7 @@ def blocks(
     if stages is not None:
         refuse_unused(typed, "--stages, which names the tiles", never=["sides"])
         if direction == "forward" and "direction" in written(typed):
-            raise OptionError(
-                "--stages names kernels of a backward pass; leave out --direction forward"
-            )
+            raise OptionError("--stages is for a backward pass; leave out --direction forward")
         tilings = {}
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
