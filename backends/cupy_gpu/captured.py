@@ -77,7 +77,8 @@ def gradients(
         shape = (p.batch, p.heads, p.n_q)
         rows, less = (_at(x, shape, space) for x in (lse, delta))
         sinks = _at(given.sinks, (1, p.heads, 1), space)
-        made["dsinks"] = -(cupy.exp(sinks - rows) * less).sum(axis=(0, 2))
+        weight = cupy.exp(sinks - cupy.where(cupy.isneginf(sinks), 0, rows))
+        made["dsinks"] = -(weight * less).sum(axis=(0, 2))
     score = () if p.score_mod is None else p.score_mod.arrays
     types = {f"d:{spec.name}": spec.dtype for spec in score}
     return {

@@ -5,9 +5,9 @@ import functools
 import inspect
 import math
 import re
-import textwrap
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +15,9 @@ import numpy as np
 import typer
 
 from flashsim.api import cost
-from flashsim.api.samples import random_inputs
 from flashsim.cli import options as opt
 from flashsim.cli.declare import Format, option
+from flashsim.cli.kernel_arrays import KernelArrays, axes_of, forward_of
 from flashsim.cli.output import ready, show
 from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
 from flashsim.own_kernels.files import (
@@ -27,9 +27,10 @@ from flashsim.own_kernels.files import (
     readers_errors,
     run_program,
 )
-from flashsim.problem import checks, oracle
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 
+_DEFAULT = Problem(256, head_dim=64, heads=2)
 _FLAGS = ("causal", "is_causal")
 _SCALES = ("scale", "sm_scale", "softmax_scale")
 
@@ -112,13 +113,15 @@ def kernel(
 
         installed()
         on_cpu = standing_in()
-    if not function and reference is not None:
+    described = ndim or layout or set_ or reference or problem != _DEFAULT
+    if not function and described:
         raise OptionError(
-            "--reference needs a function of your file to compare with; pass FILE.py:function "
-            "instead of FILE.py"
+            f"{path} runs as a program, because no function is named, but --causal, --set, "
+            "--reference and the options for sizes, types and axes describe a function's "
+            "arguments; pass FILE.py:function, or leave these options out"
         )
     compared = None
-    with on_cpu as replace_imported, beside(path):
+    with on_cpu, beside(path):
         if not function:
             with watch(**options) as seen, readers_errors(path):
                 run_program(path)
@@ -127,14 +130,13 @@ def kernel(
                 module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             library = "torch" if not pallas and hasattr(module, "torch") else "numpy"
-            arrays = _Arrays(problem, library, ndim, layout, checks.seed(seed))
+            arrays = KernelArrays(problem, library, ndim, layout, checks.seed(seed))
             call, used = _call(_attribute(module, function), function, arrays, settings)
-            options["problem"] = problem if used else None
+            options["problem"] = arrays.problem if used else None
             if pallas:
                 with readers_errors(path, _given(call)):
                     traced = _pallas(call, options)
             else:
-                replace_imported()  # torch, if the file uses it, has come with the file
                 with watch(**options) as seen, readers_errors(path, _given(call)):
                     call()
     if not pallas:
@@ -210,7 +212,7 @@ def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
 
 
 def _call(
-    called: Any, name: str, arrays: "_Arrays", settings: dict[str, str]
+    called: Any, name: str, arrays: "KernelArrays", settings: dict[str, str]
 ) -> tuple[functools.partial[Any], bool]:
     """Return the user's function with its arguments bound, and whether it computes attention."""
     if hasattr(called, "run") and hasattr(called, "arg_names"):
@@ -226,19 +228,30 @@ def _call(
         )
     from flashsim.own_kernels.names import paper_name
 
-    parameters = inspect.signature(called).parameters
+    forward = forward_of(called)
+    parameters: Mapping[str, inspect.Parameter]
+    parameters = inspect.signature(called if forward is None else forward).parameters
+    if forward is not None:
+        parameters = dict(list(parameters.items())[1:])  # without ctx
     loose = any(declared.kind is declared.VAR_POSITIONAL for declared in parameters.values())
-    arrays.shape(_axes(called))
-    p, rng = arrays.problem, np.random.default_rng(arrays.seed)
-    if loose:  # torch.autograd.Function.apply
+    arrays.shape(axes_of(called))
+    rng = np.random.default_rng(arrays.seed)
+    given = {key: _value(text, arrays.problem.dtype, rng) for key, text in settings.items()}
+    for key, value in given.items():
+        if key in _SCALES and type(value) in (int, float):
+            arrays.problem = replace(arrays.problem, scale=value)
+        if key in _FLAGS and isinstance(value, bool):
+            arrays.problem = replace(arrays.problem, causal=value)
+    p = arrays.problem
+    if loose:
         words = [arrays.of(paper) for paper in ("Q", "K", "V")]
         return functools.partial(called, *words, p.causal), True
     keywords: dict[str, Any] = {}
     attention = False
     for parameter, declared in parameters.items():
         paper = paper_name(parameter)
-        if parameter in settings:
-            value = _value(settings[parameter], p.dtype, rng)
+        if parameter in given:
+            value = given[parameter]
             keywords[parameter] = arrays.own(value) if isinstance(value, np.ndarray) else value
         elif parameter in _FLAGS:
             keywords[parameter] = p.causal
@@ -261,6 +274,9 @@ def _call(
                 f"--set names the parameter {other!r}, but {name} has no such parameter; choose "
                 f"from {choices(other, parameters)}"
             )
+    if forward is not None:  # apply takes no keywords
+        values = [keywords.get(one, declared.default) for one, declared in parameters.items()]
+        return functools.partial(called, *values), attention
     return functools.partial(called, **keywords), attention
 
 
@@ -276,106 +292,6 @@ def _given(call: functools.partial[Any]) -> str:
 
 
 _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
-
-
-@dataclass
-class _Arrays:
-    """Random inputs and right results, in the shapes and the library of the user's file."""
-
-    problem: Problem
-    library: str
-    ndim: int | None
-    layout: str | None
-    seed: int
-
-    def shape(self, axes: tuple[str, ...]) -> None:
-        """Choose the number and the order of axes that no option gave, by the axes' names."""
-        self.ndim = self.ndim or len(axes) or 4
-        if self.ndim not in (2, 3, 4):
-            raise OptionError(f"--ndim must be 2, 3 or 4, got {self.ndim}")
-        if self.layout is not None and self.ndim != 4:
-            raise OptionError(
-                f"--layout orders four axes, but q has {self.ndim}; leave out --layout, or pass "
-                "--ndim 4"
-            )
-        self.layout = self.layout or ("bnhd" if _heads_third(axes) else "bhnd")
-        checks.one_of("--layout", self.layout, ("bhnd", "bnhd"))
-
-    @functools.cached_property
-    def inputs(self) -> dict[str, np.ndarray]:
-        """Random inputs, by their names in the papers."""
-        x = random_inputs(self.problem, self.seed)
-        return {"Q": x.q, "K": x.k, "V": x.v, "dO": x.dout}
-
-    @functools.cached_property
-    def results(self) -> dict[str, np.ndarray]:
-        """The right results of the forward pass, and delta."""
-        q, k, v, dout = self.inputs.values()
-        out, lse = oracle.attention(q, k, v, self.problem)
-        delta = (out * dout.astype(np.float64)).sum(axis=-1)
-        rows = {"L": lse.astype(np.float32), "delta": delta.astype(np.float32)}
-        return {"O": out.astype(q.dtype), **rows}
-
-    def of(self, name: str) -> Any:
-        """Return the input or result that the papers call by this name, such as "dO"."""
-        if self.ndim == 2 and self.problem.batch * self.problem.heads > 1:
-            raise OptionError(
-                "q has two axes, so it has one batch entry and one head; pass --batch 1 --heads 1"
-            )
-        array = self.inputs[name] if name in self.inputs else self.results[name]
-        if self.ndim in (2, 3):
-            kept = array.shape[array.ndim - (1 if name in ("L", "delta") else 2) :]
-            array = array.reshape(kept if self.ndim == 2 else (-1, *kept))
-        elif self.layout == "bnhd" and array.ndim == 4:
-            array = array.swapaxes(1, 2)
-        return self.own(np.ascontiguousarray(array))
-
-    def own(self, array: np.ndarray) -> Any:
-        """Return an array converted to the library that the user's file uses."""
-        if self.library == "numpy":
-            return array
-        import torch
-
-        name = array.dtype.name
-        if name == "bfloat16" or name in checks.FP8:  # from_numpy knows only NumPy's types
-            return torch.from_numpy(array.astype(np.float32)).to(getattr(torch, name))
-        return torch.from_numpy(array)
-
-
-def _axes(called: Any) -> tuple[str, ...]:
-    """Return the names to which a function unpacks a shape, such as ``heads, n, d = q.shape``.
-
-    If the function unpacks several shapes, the shape of q has priority. For a
-    `torch.autograd.Function`, the names come from its `forward`.
-    """
-    from flashsim.own_kernels.names import paper_name
-
-    if getattr(called, "__name__", "") == "apply":
-        called = getattr(getattr(called, "__self__", None), "forward", called)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(called))))
-    except (OSError, TypeError, SyntaxError):
-        return ()
-    found: list[tuple[bool, tuple[str, ...]]] = []
-    nodes: list[ast.AST] = [*ast.iter_child_nodes(tree.body[0])]
-    while nodes:
-        node = nodes.pop()
-        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-            nodes += ast.iter_child_nodes(node)  # a function inside has shapes of its own
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
-            target, array = node.targets[0], node.value.value
-            if node.value.attr == "shape" and isinstance(target, ast.Tuple):
-                words = tuple(ast.unparse(one) for one in target.elts)
-                of_q = isinstance(array, ast.Name) and paper_name(array.id) == "Q"
-                if 2 <= len(words) <= 4:
-                    found.append((not of_q, words))
-    return min(found, key=lambda one: one[0], default=(True, ()))[1]
-
-
-def _heads_third(axes: tuple[str, ...]) -> bool:
-    """Return whether the third of four names stands for heads: ``batch, seqlen, nheads, d``."""
-    head = [bool(re.fullmatch(r"(n|num)?_?(q_?)?h(eads?)?(_?q)?", x, re.I)) for x in axes]
-    return len(head) == 4 and head[2] and not head[1]
 
 
 def _written(traced: Any, out: Path) -> list[str]:

@@ -202,7 +202,8 @@ class Exercise(Assignment):
     budget : function of the task, optional
         Returns the most bytes that get full marks. Default: the reference's bytes.
     at_most : tuple of (op, tensor)
-        Transfers that may move no more bytes than in the reference, even if the total is small.
+        Transfers that may move no more bytes than in the reference. More bytes, even if the total
+        is small, cost at least half of the points for bytes.
     demand : function of a trace, optional
         A further condition: returns an explanation if a solution violates it, else "".
     mistakes : mapping of str to function

@@ -197,13 +197,20 @@ def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:
     reference = exercise.executed.trace
     more = words.excess(trace, reference)
     mark = bytes_mark(BYTES, trace.bytes(), exercise.full_marks_bytes, right=right, more=more)
-    if mark.kind:
+    if not right:
         return mark
     mine, theirs = words.transfers(trace), words.transfers(reference)
-    over = {t for op, t in exercise.at_most if mine.get((op, t), 0) > theirs.get((op, t), 0)}
+    over = [t for op, t in exercise.at_most if mine.get((op, t), 0) > theirs.get((op, t), 0)]
     if over:
-        said = "\n".join(line for line in more if line.split()[0] in over)
-        return Mark("bytes", BYTES // 2, BYTES, "order", said)
+        lines = [mark.words] if mark.kind else [x for x in more if x.split()[0] in over]
+        lines.append(
+            f"{' and '.join(dict.fromkeys(over))}: moved more often than in the exercise's loop "
+            "order, which costs at least half of these points"
+        )
+        kind, most = mark.kind or "order", BYTES // 2
+        return Mark("bytes", min(mark.points, most), BYTES, kind, "\n".join(lines))
+    if mark.kind:
+        return mark
     asked = exercise.demand(trace) if exercise.demand else ""
     return Mark("bytes", BYTES // 2, BYTES, "demand", asked) if asked else mark
 

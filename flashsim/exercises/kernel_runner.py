@@ -13,7 +13,13 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+    suppress,
+)
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,9 +68,8 @@ def run(order: KernelOrder) -> list[Recorded]:
     """Call a file's function once per graded call, and return the records of its kernels."""
     path = Path(order.path)
     used = libraries(path.read_text(encoding="utf-8"))
-    with _on_the_cpu("triton" in used) as replace_imported, beside(path, order.root):
+    with _on_the_cpu("triton" in used), beside(path, order.root):
         module = imported(path)
-        replace_imported()  # torch may have come with the file
         if not used & {"triton", "jax"}:
             raise Refused(
                 "function",
@@ -88,15 +93,12 @@ def run(order: KernelOrder) -> list[Recorded]:
     return found
 
 
-@contextmanager
-def _on_the_cpu(triton: bool) -> Iterator[Callable[[], None]]:
+def _on_the_cpu(triton: bool) -> AbstractContextManager[None]:
     if not triton:
-        yield lambda: None
-        return
+        return nullcontext()
     from flashsim.triton.driver import standing_in
 
-    with standing_in(available=True) as replace_imported:
-        yield replace_imported
+    return standing_in(available=True)
 
 
 def _triton(
@@ -117,11 +119,12 @@ def _triton(
         given = {key: torch.from_numpy(x.copy()) for key, x in given.items()}
     else:
         given = {key: x.copy() for key, x in given.items()}
+    copies = dict(given)
     if hasattr(function, "apply"):
         call, given = _of_autograd(order, function, given, flags)
     else:
         call = lambda: function(*given.values(), *flags)  # noqa: E731
-    with watch() as seen, _noted(outside, order.path, library):
+    with watch(check=True) as seen, _noted(outside, order.path, library):
         results = call()
     if not seen.launches:
         raise Refused("function", f"{name} launches no Triton kernel; the exercise needs one")
@@ -146,6 +149,16 @@ def _triton(
             "outside",
             f"torch computes outside of the kernels, where bytes are not counted: {words}; do it "
             "in a kernel",
+        )
+    computed = seen.computed_outside(given.values())
+    for label, array in zip(order.names, arguments, strict=True):
+        if seen.changed_outside(copies[label], array):
+            computed.append(label)
+    if computed:
+        raise Refused(
+            "outside",
+            f"the kernels load numbers that were computed outside of the kernels: "
+            f"{', '.join(computed)}; compute them in a kernel from the exercise's tensors",
         )
     return Recorded(record, names, tuple(seen.values()))
 

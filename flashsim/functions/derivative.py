@@ -2,8 +2,8 @@
 
 The added nodes compute gradients of the score and of each captured element from `dout`, the
 gradient of the function's result. Comparisons, conversions to integers and integer operations have
-no derivative. Where `minimum` or `maximum` has two equal arguments, the first one gets the
-gradient.
+no derivative. Where `minimum` or `maximum` has two equal arguments, each gets half of the gradient,
+as in torch and JAX.
 """
 
 import math
@@ -108,6 +108,11 @@ def _of_sign(t: _Terms, g: int, a: int) -> int:
     return t("where", t("lt", 0.0, a), g, t("where", t("lt", a, 0.0), t("neg", g), 0.0))
 
 
+def _if_less(t: _Terms, g: int, a: int, b: int) -> int:
+    """Return the part of `g` that goes to the argument a of minimum(a, b)."""
+    return t("where", t("lt", a, b), g, t("where", t("lt", b, a), 0.0, t.mul(g, 0.5)))
+
+
 #: By operation: a function of the terms, the result's gradient, the result and the arguments. It
 #: returns what is added to each argument's gradient; None where nothing is added.
 RULES: dict[str, Callable[..., tuple[int | None, ...]]] = {
@@ -118,14 +123,8 @@ RULES: dict[str, Callable[..., tuple[int | None, ...]]] = {
     "mod": lambda t, g, n, a, b: (g, t("neg", t.mul(g, t("floor", t("div", a, b))))),
     "neg": lambda t, g, n, a: (t("neg", g),),
     "abs": lambda t, g, n, a: (_of_sign(t, g, a),),
-    "min": lambda t, g, n, a, b: (
-        t("where", t("le", a, b), g, 0.0),
-        t("where", t("le", a, b), 0.0, g),
-    ),
-    "max": lambda t, g, n, a, b: (
-        t("where", t("le", b, a), g, 0.0),
-        t("where", t("le", b, a), 0.0, g),
-    ),
+    "min": lambda t, g, n, a, b: (_if_less(t, g, a, b), _if_less(t, g, b, a)),
+    "max": lambda t, g, n, a, b: (_if_less(t, g, b, a), _if_less(t, g, a, b)),
     "where": lambda t, g, n, c, a, b: (None, t("where", c, g, 0.0), t("where", c, 0.0, g)),
     "pow": _pow,
     "exp": lambda t, g, n, a: (t.mul(g, n),),

@@ -29,8 +29,8 @@ def _rate(op: str, y: Any, x: Sequence[Any], dx: Sequence[Any]) -> Any:
     if op == "where":
         return np.where(x[0], dx[1], dx[2])
     if op in ("min", "max"):
-        first = x[0] <= x[1] if op == "min" else x[0] >= x[1]
-        return np.where(first, dx[0], dx[1])
+        a, b = x if op == "min" else x[::-1]
+        return np.where(a < b, dx[0], np.where(b < a, dx[1], (dx[0] + dx[1]) / 2))
     if op in ("floor", "ceil", "floordiv"):
         return np.zeros(())
     if op == "pow":

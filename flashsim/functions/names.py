@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -79,11 +79,20 @@ def _div(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     r = _recorder_of((a, b))
     if rounding_mode == "floor":
         return r.symbol("floordiv", a, b)
-    quotient = r.symbol("div", a, b)
     if rounding_mode is None:
-        return quotient
-    kind = FLOAT if FLOAT in (r.kind(a), r.kind(b)) else INT
-    return r.cast(r.cast(quotient, INT), kind)
+        return r.symbol("div", a, b)
+    if FLOAT in (r.kind(a), r.kind(b)):
+        return _trunc(r.symbol("div", a, b))
+    return r.symbol("floordiv", a, b) + ((a % b != 0) & ((a < 0) ^ (b < 0)))
+
+
+def _lax_div(a: Any, b: Any) -> Any:
+    r = _recorder_of((a, b))
+    return _div(a, b, None if FLOAT in (r.kind(a), r.kind(b)) else "trunc")
+
+
+def _no_remainder(*_: Any) -> NoReturn:
+    raise FunctionError("math.remainder cannot be traced; use the operator %, or numpy.remainder")
 
 
 def _pow(a: Any, b: Any) -> Any:
@@ -96,13 +105,27 @@ def _pow(a: Any, b: Any) -> Any:
     return r.symbol("pow", a, b)
 
 
-_exp, _log1p, _tanh, _erf, _sigmoid, _min, _max = map(
-    _applies, ("exp", "log1p", "tanh", "erf", "sigmoid", "min", "max")
+_exp, _log1p, _tanh, _erf, _sigmoid, _min, _max, _floor, _ceil = map(
+    _applies, ("exp", "log1p", "tanh", "erf", "sigmoid", "min", "max", "floor", "ceil")
 )
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
     return _recorder_of((condition, a, b)).symbol("where", condition, a, b)
+
+
+def _clamp_min(x: Any, min: Any) -> Any:
+    """Return max(x, min), but for floats with torch's gradient: x gets all of it where both agree.
+
+    Integers have no gradient, and a maximum has tighter bounds over a tile.
+    """
+    r = _recorder_of((x, min))
+    return _where(x < min, min, x) if FLOAT in (r.kind(x), r.kind(min)) else _max(x, min)
+
+
+def _clamp_max(x: Any, max: Any) -> Any:
+    r = _recorder_of((x, max))
+    return _where(max < x, max, x) if FLOAT in (r.kind(x), r.kind(max)) else _min(x, max)
 
 
 def _clip(x: Any, min: Any = None, max: Any = None, **names: Any) -> Any:
@@ -113,13 +136,18 @@ def _clip(x: Any, min: Any = None, max: Any = None, **names: Any) -> Any:
             f"clip has no argument {next(iter(names))!r}; pass the limits as min= and max=, or "
             "as a_min= and a_max="
         )
-    x = x if low is None else _max(x, low)
-    return x if high is None else _min(x, high)
+    x = x if low is None else _clamp_min(x, low)
+    return x if high is None else _clamp_max(x, high)
+
+
+def _relu(x: Any, inplace: bool = False) -> Any:
+    r = _recorder_of((x,))
+    return _where(x <= 0, 0.0, x) if r.kind(x) == FLOAT else _max(x, 0)
 
 
 def _leaky_relu(x: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Any:
     _recorder_of((x,))  # or raise
-    return _where(x < 0, x * negative_slope, x)
+    return _where(0 < x, x, x * negative_slope)  # noqa: SIM300  (as nodes are numbered)
 
 
 def _sign(x: Any) -> Any:
@@ -149,9 +177,15 @@ def _gelu(x: Any, approximate: Any = "none") -> Any:
     return 0.5 * x * (1.0 + part)
 
 
+def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    """Return x with `value`, converted to x's type, where the mask is True."""
+    r = _recorder_of((x, mask, value))
+    return _where(mask, r.cast(value, r.kind(x)), x)
+
+
 def _trunc(x: Any) -> Any:
-    r = _recorder_of((x,))
-    return r.cast(r.cast(x, INT), FLOAT)
+    _recorder_of((x,))  # or raise
+    return _where(x < 0, _ceil(x), _floor(x))
 
 
 def _turned(name: str) -> Callable[..., Any]:
@@ -168,7 +202,8 @@ def _to(kind: str) -> Callable[..., Any]:
     return lambda x, *_args, **_keywords: _recorder_of((x,)).cast(x, kind)
 
 
-#: The traceable functions, by their names in Python, NumPy, torch and JAX.
+#: The traceable functions, by their names in Python, NumPy, torch and JAX. A name that begins with
+#: "jax." or "math." is for a function that differs from torch's function of the same name.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": _add,
     **dict.fromkeys(("sub", "subtract"), _sub),
@@ -188,10 +223,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
             *("sin", "cos", "erf", "floor", "ceil"),
         )
     },
-    **{"expit": _sigmoid, "relu": lambda x, inplace=False: _max(x, 0), "sign": _sign},
-    **{"clamp_min": _max, "clamp_max": _min},
+    **{"expit": _sigmoid, "relu": _relu, "sign": _sign},
+    **{"clamp_min": _clamp_min, "clamp_max": _clamp_max},
     "trunc": _trunc,
-    **{"leaky_relu": _leaky_relu, "masked_fill": lambda x, mask, value: _where(mask, value, x)},
+    **{"leaky_relu": _leaky_relu, "masked_fill": _masked_fill},
     **{"square": lambda x: _pow(x, 2), "softplus": _softplus, "gelu": _gelu},
     "logaddexp": lambda a, b: _max(a, b) + _softplus(-abs(a - b)),
     **dict.fromkeys(("silu", "swish"), lambda x, inplace=False: x * _sigmoid(x)),
@@ -218,6 +253,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("float", "double", "half", "bfloat16", "float32"), _to(FLOAT)),
     **dict.fromkeys(("int", "long", "int32"), _to(INT)),
     **dict.fromkeys(("bool", "bool_"), _to(BOOL)),
+    **{"jax.div": _lax_div, "jax.gelu": lambda x, approximate=True: _gelu(x, approximate)},
+    "math.remainder": _no_remainder,
 }
 
 

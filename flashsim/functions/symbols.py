@@ -25,15 +25,26 @@ def is_array(value: Any) -> bool:
 _DEVICES = {"cpu", "cuda", "hip", "hpu", "ipu", "meta", "mps", "mtia", "vulkan", "xla", "xpu"}
 
 
-def _kind_of(dtype: Any) -> str:
-    """Return the kind (boolean, integer or float) of a dtype, a Python type or a type's name."""
+#: Integer types narrower than 32 bits: the smallest number, and a mask of the type's bits.
+_NARROW = {"uint8": (0, 0xFF), "int8": (-0x80, 0xFF), "int16": (-0x8000, 0xFFFF)}
+
+
+def _converted(recorder: Any, value: Any, dtype: Any) -> Any:
+    """Return a symbol for a value after conversion to a dtype, a Python type or a type's name.
+
+    A conversion to a type narrower than 32 bits keeps the low bits, as in NumPy, torch and JAX.
+    """
     name = str(np.dtype(dtype)) if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
     if name not in ELEMENTS:
         raise FunctionError(
             f"a traced value cannot be converted to {name}; convert it to one of "
             f"{', '.join(ELEMENTS)}"
         )
-    return ELEMENTS[name]
+    symbol = recorder.cast(value, ELEMENTS[name])
+    if name not in _NARROW or recorder.kind(value) == BOOL:
+        return symbol
+    least, bits = _NARROW[name]
+    return ((symbol - least) & bits) + least
 
 
 def _operator(name: str, turned: bool = False) -> Any:
@@ -162,7 +173,7 @@ class Symbol(_Arithmetic):
                 return self._recorder.cast(self, self._recorder.kind(x))
             device = isinstance(x, str) and x.partition(":")[0] in _DEVICES
             if not (device or isinstance(x, bool)) and type(x).__name__ != "device":
-                return self._recorder.cast(self, _kind_of(x))
+                return _converted(self._recorder, self, x)
         return self
 
     type = astype = type_as = to
@@ -194,8 +205,9 @@ class Symbol(_Arithmetic):
                 "a function works on one score at a time, so it cannot make an array of shape "
                 f"{size}; compute with single numbers"
             )
-        kind = self._recorder.kind(value if dtype is None else self)
-        return self._recorder.cast(value, kind if dtype is None else _kind_of(dtype))
+        if dtype is None:
+            return self._recorder.cast(value, self._recorder.kind(value))
+        return _converted(self._recorder, value, dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
@@ -335,7 +347,28 @@ def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> An
             f"the function {name} cannot be traced with the argument "
             f"{', '.join(sorted(refused))}; leave it out"
         )
-    return known(*args, **{key: x for key, x in given.items() if x is not None})
+    result = known(*args, **{key: x for key, x in given.items() if x is not None})
+    return _in_place(name, args, keywords, result)
+
+
+def _in_place(name: str, args: Any, keywords: dict[str, Any], result: Symbol) -> Symbol:
+    """Return a call's result, which also replaces the symbol that the call overwrites, if any.
+
+    Such calls are ``relu_(x)``, ``relu(x, inplace=True)`` and ``add(x, 1, out=x)``.
+    """
+    target = keywords.get("out")
+    target = target[0] if isinstance(target, tuple) else target  # as NumPy passes it
+    underscore = name.endswith("_") and not name.startswith("_") and name not in FUNCTIONS
+    if underscore or keywords.get("inplace"):
+        target = args[0]
+    if target is None:
+        return result
+    if not isinstance(target, Symbol):
+        raise FunctionError(
+            f"the function {name} would write a traced value to an array; use its result instead"
+        )
+    target._node = result._node
+    return target
 
 
 # -- libraries whose functions refuse symbols ------------------------------------------------------
@@ -362,5 +395,6 @@ def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
     """Trace a library function on symbols or captured arrays; call it directly on other values."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
-        return _called(name, args, keywords, original)
+        own = f"{(getattr(original, '__module__', '') or '').partition('.')[0]}.{name}"
+        return _called(own if own in FUNCTIONS else name, args, keywords, original)
     return original(*args, **keywords)

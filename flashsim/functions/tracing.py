@@ -170,6 +170,11 @@ class _Tracing:
     def array(self, array: Any, name: str) -> int:
         """Return a captured array's number, which is the same each time."""
         if id(array) not in self._numbers:
+            if isinstance(array, np.ma.MaskedArray):
+                raise FunctionError(
+                    f"captured array {name} is a masked array, whose mask would be lost; capture "
+                    f"{name}.filled(value), a plain array"
+                )
             dtype = str(array.dtype).rpartition(".")[2]
             if dtype not in ELEMENTS:
                 raise FunctionError(

@@ -163,10 +163,12 @@ def _reach(
     left, right = _sides(local_window_size)
     if is_causal:
         right = 0 if right is None else min(right, 0)
-    keys = s if right is None else min(s, t + right)
-    rows = t if left is None else min(t, keys + left)
+    keys = s if right is None else max(min(s, t + right), 0)
+    rows = t if left is None else max(min(t, keys + left), 0)
     if left is None and right is None:
         return rows, keys, None
+    if not (rows and keys) or (left is not None and right is not None and left + right < 0):
+        return 0, 0, None  # no query sees a key
     shift = keys - rows
     return (
         *(rows, keys),

@@ -14,8 +14,8 @@ import numpy as np
 from flashsim.api import inputs, scales
 from flashsim.api.dispatch import backend_name
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown
-from flashsim.functions.graph import Graph
-from flashsim.functions.operations import FLOAT
+from flashsim.functions.graph import ArraySpec, Graph
+from flashsim.functions.operations import FLOAT, INT
 from flashsim.functions.tracing import Traced, trace_mask, trace_score
 from flashsim.jax.foreign import BACKWARD, FORWARD, OFFSETS
 from flashsim.problem import checks
@@ -158,8 +158,21 @@ def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Arr
         **({} if mask is None else {"mask_mod": trace_mask(mask)}),
     }
     return made, {
-        f"{name} {n}": jnp.asarray(x) for name, f in made.items() for n, x in enumerate(f.arrays)
+        f"{name} {n}": _operand(x, spec)
+        for name, f in made.items()
+        for n, (x, spec) in enumerate(zip(f.arrays, f.graph.arrays, strict=True))
     }
+
+
+def _operand(x: Any, spec: ArraySpec) -> jax.Array:
+    """Return a captured array as a JAX array; raise DTypeError if integers lose high bits."""
+    operand = jnp.asarray(x)
+    if isinstance(x, np.ndarray) and spec.kind == INT and (x != x.astype(operand.dtype)).any():
+        raise DTypeError(
+            f"the captured array {spec.name} of {x.dtype} has integers that do not fit in JAX's "
+            f"{operand.dtype}; use smaller integers, or set jax_enable_x64"
+        )
+    return operand
 
 
 def _sinks(sinks: Any, heads: int, wide: str) -> jax.Array:

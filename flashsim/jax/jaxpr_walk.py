@@ -239,7 +239,7 @@ class Walker:
         why = ""
         if any(isinstance(value, Ref) for value in inputs):
             why = "on a ref: read the ref into a value first"
-        elif any(calls_a_kernel(body) for body in bodies(step.params)):
+        elif any(has(body, "pallas_call") for body in bodies(step.params)):
             why = f"with a kernel inside it: call the kernel outside of {primitive.name}"
         if why:
             raise UnsupportedError(f"flashsim cannot evaluate the primitive {primitive.name} {why}")
@@ -391,10 +391,10 @@ def bodies(params: dict[str, Any]) -> Iterable[Any]:
                 yield opened(one)
 
 
-def calls_a_kernel(jaxpr: Any) -> bool:
-    """Return True if a jaxpr, or a jaxpr inside it, calls a Pallas kernel."""
+def has(jaxpr: Any, primitive: str) -> bool:
+    """Return True if a jaxpr, or a jaxpr inside it, has a primitive, such as "pallas_call"."""
     return any(
-        e.primitive.name == "pallas_call" or any(calls_a_kernel(b) for b in bodies(e.params))
+        e.primitive.name == primitive or any(has(b, primitive) for b in bodies(e.params))
         for e in jaxpr.eqns
     )
 

@@ -7,12 +7,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 
 from flashsim.errors import BackendUnavailable, OptionError, own_errors, shown
-from flashsim.jax.jaxpr_walk import SourceLine, Walker, calls_a_kernel
+from flashsim.jax.jaxpr_walk import SourceLine, Walker, has
 from flashsim.jax.pallas_launch import BlockOperand, KernelCall, Model
 from flashsim.jax.refs import Lanes
 from flashsim.own_kernels import ATOMIC, LOAD, STORE, KernelTrace, Recorder
@@ -115,9 +116,9 @@ def record_kernels(
         # An array that is passed twice remains one array.
         moved = {id(leaves[n]): jax.device_put(leaves[n], cpu) for n in places}
         given = [moved[id(leaves[n])] for n in places]
-        with own_lines():
+        with own_lines(), tpu_sizes():
             closed, shape = jax.make_jaxpr(traced, return_shape=True)(*given)
-        if not calls_a_kernel(closed.jaxpr):
+        if not has(closed.jaxpr, "pallas_call"):
             raise OptionError(
                 f"{shown(function)} does not call pl.pallas_call with these arguments: pass the "
                 "function that calls pl.pallas_call, not the kernel itself"
@@ -195,6 +196,20 @@ def own_lines() -> Iterator[None]:
         yield
     finally:
         source_info_util.current = plain
+
+
+@contextlib.contextmanager
+def tpu_sizes() -> Iterator[None]:
+    """Inside the ``with`` block, JAX tiles copies of `pltpu.emit_pipeline` as for a TPU v5e."""
+    try:
+        from jax._src.pallas.mosaic import tpu_info
+
+        known, v5e = tpu_info.registry, tpu_info.ChipVersion.TPU_V5E
+    except (ImportError, AttributeError):  # renamed: emit_pipeline then raises an error of JAX
+        yield
+        return
+    with mock.patch.dict(known, cpu=lambda: tpu_info.get_tpu_info_for_chip(v5e, 1)):
+        yield
 
 
 class PallasNotes:
@@ -330,10 +345,13 @@ class PallasNotes:
 
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
         """Record a load, store or atomic operation."""
-        tensor, line = lanes.ref.tensor, (where.file, where.line)
+        tensor = lanes.ref.tensor
         if tensor is None:
             self._on_chip(kind, lanes, kept, where)
             return
+        if not where.line and self._launch is not None:  # a copy by JAX's own emit_pipeline
+            where = self._launch.where
+        line = where.file, where.line
         code = self._codes[id(tensor)]
         offsets, masked, outside = reached(lanes, kept)
         self.recorder.access(

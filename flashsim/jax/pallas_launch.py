@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from flashsim.errors import OptionError, UnsupportedError, choices
-from flashsim.jax.jaxpr_walk import SourceLine, Walker, scratch, source_line
+from flashsim.jax.jaxpr_walk import SourceLine, Walker, has, scratch, source_line
 from flashsim.jax.live_values import most_live
 from flashsim.jax.refs import HbmTensor, Lanes, Ref, locate, uninitialized
 
@@ -333,7 +333,7 @@ def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model
     marks = [type(params.get("compiler_params")).__module__]
     marks += [type(getattr(v.aval, "memory_space", None)).__module__ for v in jaxpr.invars]
     for_tpu = any(".mosaic.core" in mark or ".pallas.tpu" in mark for mark in marks)
-    for_tpu = for_tpu or bool(params["grid_mapping"].num_index_operands)
+    for_tpu = for_tpu or bool(params["grid_mapping"].num_index_operands) or has(jaxpr, "dma_start")
     return cast(Model, model or ("tpu" if for_tpu else "gpu"))
 
 

@@ -25,6 +25,7 @@ from flashsim.schedule.tensors import AXES, COL, ROW, STATISTICS, TILE
 #: Usual parameter names of a kernel's causal flag and scale.
 _CAUSAL = ("causal", "is_causal")
 _OFFSETS = re.compile(r"cu|seq|off|ptr|start|loc|len|bound|lim", re.IGNORECASE)
+_MATRICES = ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")
 _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
 
 
@@ -84,6 +85,7 @@ class Geometry:
             self.sides.append(Sides(AXES.get(label, -1), *self._matrix(t, label, high - low)))
             self._split(t.code, low, high)
         self._place_others()
+        self.derived = problem is None
         self.problem = self._problem(values) if problem is None else problem
 
     def _one_query(self, problem: Problem | None) -> bool:
@@ -193,6 +195,11 @@ class Geometry:
         return None
 
     @property
+    def may_be_causal(self) -> bool:
+        """Return True if nothing says whether a derived problem has a causal mask."""
+        return self.derived and not self.problem.causal and self.constant(_CAUSAL) is None
+
+    @property
     def scale(self) -> float | None:
         """Return the softmax scale that the launches pass as an argument, or None."""
         given = self.constant(_SCALE)
@@ -241,7 +248,10 @@ class Geometry:
         first = () if rows is None else self.record.tensors[rows].shape
         if len(first) == 4 and heads % first[0] == 0 and kv_heads % first[0] == 0:
             batch = first[0]
-        dtype = next((t.dtype for t in self.record.tensors if t.dtype in DTYPES), "float32")
+        # L and workspaces may be float32 in kernels of any type.
+        codes = sorted(range(len(self.labels)), key=lambda code: self.labels[code] not in _MATRICES)
+        types = [self.record.tensors[code].dtype for code in codes]
+        dtype = next((one for one in types if one in DTYPES), "float32")
         scale = self.scale
         if scale is not None and math.isclose(scale, width**-0.5, rel_tol=1e-6):
             scale = None

@@ -1,7 +1,8 @@
 """Map a kernel's parameter names to the names of the FlashAttention papers ("k_ptr" to "K")."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain, count
 
 from flashsim.errors import OptionError, choices
 from flashsim.schedule.names import TENSORS
@@ -49,8 +50,14 @@ def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) ->
     for name in (*(n for n in parameters if n in given), *parameters):
         label = given.get(name) or paper_name(name) or name
         if name not in found:
-            found[name] = name if label in found.values() else label
+            found[name] = label if label not in found.values() else _unused(name, found.values())
     return [found[name] for name in parameters]
+
+
+def _unused(name: str, taken: Collection[str]) -> str:
+    """Return the name, with the first number that makes it differ from the names in `taken`."""
+    numbered = (f"{name}_{n}" for n in count(2))
+    return next(one for one in chain((name,), numbered) if one not in taken)
 
 
 def identifier(label: str, taken: Iterable[str] = ()) -> str:

@@ -33,7 +33,7 @@ class Recorder:
         self._work = _Columns(WORK)
         self._clashes: dict[tuple[str, int, int], Clash] = {}
         self._program = -1
-        self._ordered = False
+        self._ordered = self._locked = False
         self._held_most = 0
         self._buffers: dict[int, _Buffer] = {}
 
@@ -114,6 +114,11 @@ class Recorder:
     def program(self, place: Iterable[int]) -> None:
         """Record that the program at these grid coordinates now starts."""
         self._program = self.launches[-1].number(place)
+        self._locked = False
+
+    def lock(self) -> None:
+        """Record that the running program takes a lock, so its later accesses do not race."""
+        self._locked = True
 
     # -- accesses and work ----------------------------------------------------------------------
 
@@ -268,7 +273,7 @@ class Recorder:
     ) -> None:
         me, launch = self._program + 1, len(self.launches) - 1
         other = (before != 0) & (np.abs(before) != me)
-        if self._ordered or not other.any():
+        if self._ordered or self._locked or not other.any():
             return
         known = self._clashes.get((kind, launch, its.code))
         if known is None:

@@ -105,7 +105,7 @@ def gradients(
     dS = _round(P * (dP - delta), dtype)
     result = {"dv": _round(dV, dtype)}
     if sinks is not None:
-        of_sink = np.exp(sinks[:, None] - lse)
+        of_sink = np.exp(sinks[:, None] - np.where(np.isneginf(sinks[:, None]), 0, lse))
         result["dsinks"] = _round(-(of_sink * delta[..., 0]).sum(axis=(0, 2)), dtype)
     if p.score_mod is not None:
         dS, of_arrays = _through_function(p, before.raw, dS, captured)

@@ -239,7 +239,7 @@ def _turned_and_appended(
 def rotated(x: Tensor, at: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return `x`, (..., heads, d), with the first columns rotated by each row's position `at`.
 
-    The rotation is computed in float32 and rounded once.
+    The rotation is computed in float32, or in float64 for float64 rows, and rounded once.
     """
     if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise ShapeError(
@@ -249,8 +249,9 @@ def rotated(x: Tensor, at: Tensor, *, cos: Tensor, sin: Tensor, interleaved: boo
     half = cos.shape[1]
     rows = "positions to rotate by must be rows of rotary_cos,"
     decoding.check_within(rows, at, cos.shape[0])
-    c, s = (t[at].unsqueeze(-2).float() for t in (cos, sin))
-    turning, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    c, s = (t[at].unsqueeze(-2).to(wide) for t in (cos, sin))
+    turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     if interleaved:
         a, b = turning[..., ::2], turning[..., 1::2]
         turned = torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2)

@@ -22,6 +22,11 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2"))
 
 
+#: Up to this distance, with slopes of at most 1, float32 rounds ALiBi's term by at most 2^-13,
+#: which is less than the rounding of probabilities to a 16-bit type.
+_NEAR = 4096
+
+
 class ScoreOptions(NamedTuple):
     """How scores are computed; the names are those of `flashsim.run`, except:
 
@@ -288,10 +293,12 @@ def _functions_of(
     if slopes is None:
         return attend_by(score_mod=None)
     slopes = slopes.detach().float()
-    if not scores.causal or scores.sinks is not None:
+    near = abs(start) <= (_NEAR if q.element_size() == 2 else 0)
+    if not (scores.causal and near) or scores.sinks is not None:
         return attend_by(score_mod=_alibi(slopes, _start_array(start, q)))
     # No key that a query sees lies after it. Without `start`, all scores of a row are larger by the
     # same number: the output does not change, and the GPU's kernels add this form without a load.
+    # Large scores round more coarsely, so `start` must be small.
     out, lse = attend_by(score_mod=_falling(slopes))
     return out, lse - slopes.reshape(-1, q.shape[1], 1) * start
 

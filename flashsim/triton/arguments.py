@@ -96,11 +96,12 @@ class Pointer:
         raw: Any = (ctypes.c_uint8 * max(self.size, 1)).from_address(self.memory)
         return np.frombuffer(raw, np.uint8, self.size)
 
-    def values(self) -> np.ndarray:
-        """Return the tensor's values as a NumPy array, without a copy."""
+    def values(self, allocation: np.ndarray | None = None) -> np.ndarray:
+        """Return the tensor's values, without a copy: those of now, or of a copied allocation."""
         its, dtype = self.tensor, exact_dtype(self.tensor.dtype)
         steps = tuple(step * dtype.itemsize for step in its.strides)
-        return np.ndarray(its.shape, dtype, self.allocation(), its.start, steps)
+        held: Any = self.allocation() if allocation is None else allocation
+        return np.ndarray(its.shape, dtype, held, its.start, steps)
 
 
 class Arguments:
@@ -133,7 +134,7 @@ class Arguments:
         return self._point(name, given, None, taken)
 
     def _point(self, name: str, given: Any, dtype: str | None, taken: dict[str, int]) -> Pointer:
-        its = _array(name, given)
+        its = layout_of(name, given)
         if its.start >= REGION // 4 or its.size >= REGION // 4:
             raise UnsupportedError(
                 f"{name} is part of an allocation of {its.size:,} B, but at most 2^38 B can be "
@@ -173,7 +174,7 @@ def _dtype_name(name: str, dtype: Any) -> str:
     )
 
 
-def _array(name: str, given: Any) -> ArrayLayout:
+def layout_of(name: str, given: Any) -> ArrayLayout:
     """Return the memory layout of a NumPy, torch or JAX array."""
     if isinstance(given, np.ndarray):
         return _of_numpy(name, given)

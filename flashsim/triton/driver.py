@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,18 @@ class Driver:
 
         return GPUTarget("cuda", 80, 32)
 
+    @property
+    def utils(self) -> Any:
+        """Return the functions that ask for the device's properties, which are an A100's."""
+        a100 = Device.get("A100")
+        found = {
+            "multiprocessor_count": a100.sm_count,
+            "max_shared_mem": a100.sram_bytes,
+            "max_num_regs": 65536,
+            "warpSize": 32,
+        }
+        return SimpleNamespace(get_device_properties=lambda device: found)
+
     def get_benchmarker(self) -> Callable[..., Any]:
         """Return a benchmark function that measures nothing."""
         return _no_time
@@ -46,6 +59,19 @@ class Driver:
         """Return the module `torch.cpu`, or None if torch is not imported."""
         torch = sys.modules.get("torch")
         return getattr(torch, "cpu", None)
+
+
+class NotCompiled:
+    """What a kernel's launch or `warmup` returns: an object that knows nothing of machine code."""
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self._kernel} is interpreted, not compiled for a GPU, so its {name} is unknown; "
+            "replace what needs it by a number while you trace"
+        )
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
@@ -57,13 +83,12 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 
 @contextmanager
-def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
+def standing_in(*, available: bool = False) -> Iterator[None]:
     """Replace Triton's driver by a `Driver` in the ``with`` block; fill np.empty with NaN.
 
     With `available`, `torch.cuda.is_available` returns True, because many tests skip themselves
-    without a GPU. The ``with`` statement yields a function that also replaces functions of torch
-    and ``triton.testing``. Call the yielded function after any import that may have loaded torch or
-    ``triton.testing``.
+    without a GPU. Functions of torch and ``triton.testing`` are replaced as soon as a file imports
+    these modules, so that the file's own top-level code sees the replacements.
     """
     at = installed()
     driver = at.triton.runtime.driver
@@ -72,20 +97,44 @@ def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
         driver.set_active(Driver())
         for name in ("empty", "empty_like"):
             stack.enter_context(mock.patch.object(np, name, _with_nan(getattr(np, name))))
-        replaced: set[str] = set()
+        on_import = {
+            "triton.testing": lambda: _no_times(stack),
+            "torch": lambda: _torch_on_cpu(stack, available),
+        }
+        for name in on_import.keys() & sys.modules.keys():
+            on_import.pop(name)()
+        stack.enter_context(mock.patch.object(sys, "meta_path", [*sys.meta_path]))
+        sys.meta_path.insert(0, _AfterImport(on_import))
+        yield
 
-        def replace_imported() -> None:
-            new = {"triton.testing", "torch"} & sys.modules.keys() - replaced
-            replaced.update(new)
-            if "triton.testing" in new:
-                testing = sys.modules["triton.testing"]
-                for name in ("do_bench", "do_bench_cudagraph"):
-                    stack.enter_context(mock.patch.object(testing, name, _no_time))
-            if "torch" in new:
-                _torch_on_cpu(stack, available)
 
-        replace_imported()
-        yield replace_imported
+class _AfterImport(MetaPathFinder):
+    """Call a function once, right after the module of its name has been imported."""
+
+    def __init__(self, functions: dict[str, Callable[[], None]]) -> None:
+        self._functions = functions
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec that the other finders find, with a loader that calls the function."""
+        if name not in self._functions:
+            return None
+        others = (one.find_spec(name, path, target) for one in sys.meta_path if one is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def loaded(module: Any) -> None:
+                load(module)
+                self._functions.pop(name, lambda: None)()
+
+            spec.loader.exec_module = loaded  # type: ignore[method-assign]
+        return spec
+
+
+def _no_times(stack: ExitStack) -> None:
+    """Make the functions of ``triton.testing`` that measure times measure nothing."""
+    for name in ("do_bench", "do_bench_cudagraph"):
+        stack.enter_context(mock.patch.object(sys.modules["triton.testing"], name, _no_time))
 
 
 def _with_nan(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,13 +151,13 @@ def _with_nan(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
     """Make torch keep tensors on the CPU when a file puts them on "cuda"."""
-    torch = sys.modules["torch"]
+    torch: Any = sys.modules["torch"]
     from torch.overrides import TorchFunctionMode
 
     class KeptOnCpu(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             kwargs = dict(kwargs or {})
-            if func is torch.Tensor.cuda:
+            if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
                 return args[0]
             if getattr(func, "__self__", None) is torch.Tensor.is_cuda and not _torch_asks(torch):
                 return True  # "assert q.is_cuda" stands in many files
@@ -124,12 +173,40 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
     empties = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
     with_nan = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
     stack.enter_context(KeptOnCpu())
-    for name in ("synchronize", "empty_cache", "set_device"):
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, "cpu" if _on_gpu(device) else device)
+
+    stack.enter_context(mock.patch.object(torch, "Generator", Generator))
+    stack.enter_context(mock.patch.object(torch, "set_default_device"))
+    for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"):
         stack.enter_context(mock.patch.object(torch.cuda, name))
+    for name in ("Event", "Stream", "current_stream", "device", "stream"):
+        stack.enter_context(mock.patch.object(torch.cuda, name, _Nothing))
     for name, value in _device_facts().items():
         stack.enter_context(mock.patch.object(torch.cuda, name, _said(torch, name, value)))
     if available:
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
+
+
+class _Nothing:
+    """Stands in for a CUDA event or stream, or a context of one: every method does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def elapsed_time(self, end: Any) -> float:
+        return float("nan")
 
 
 def _device_facts() -> dict[str, Any]:
@@ -171,6 +248,7 @@ def _torch_asks(torch: Any) -> bool:
 
 
 def _on_gpu(device: Any) -> bool:
-    return (isinstance(device, (str, int)) and str(device).startswith("cuda")) or (
-        getattr(device, "type", "") == "cuda"
-    )
+    if isinstance(device, int):
+        return not isinstance(device, bool)
+    name = device if isinstance(device, str) else getattr(device, "type", "")
+    return isinstance(name, str) and name.startswith("cuda")

@@ -15,6 +15,7 @@ import numpy as np
 from flashsim.errors import MemoryModelError, UnsupportedError
 from flashsim.own_kernels import ATOMIC, LOAD, STORE
 from flashsim.triton import narrow_floats as floats
+from flashsim.triton.libdevice import computed
 
 Interpreter = Any  # `machine.Interpreter`, whose module imports this one
 
@@ -70,8 +71,29 @@ def _cas(m: Interpreter, plain: Any, ptr: Any, cmp: Any, val: Any, *rest: Any) -
             "index, and compare it with the tensor's shape",
             "outside",
         )
+    m.recorder.lock()
+    m.recorder.note(
+        f"line {m.line()[1]}: flashsim assumes that this atomic compare-and-swap takes a lock, so "
+        "it does not look for races in what a program accesses afterwards"
+    )
     wide = [_spread(x, reached.addresses.shape) for x in (cmp, val)]
     return plain(floats.handle(reached.addresses, ptr.dtype), *wide, *rest)
+
+
+def descriptor_reduce(m: Interpreter, kind: Any, block: Any, value: Any, indices: Any) -> Any:
+    """Add a value to a tensor descriptor's block atomically; Triton's interpreter cannot."""
+    ir = m.at.interpreter._ir
+    if kind != ir.DESCRIPTOR_REDUCE_KIND.ADD:
+        name = kind.name.lower()
+        raise UnsupportedError(
+            f"a tensor descriptor's atomic_{name} is not supported; compute pointers, and use "
+            f"tl.atomic_{name}"
+        )
+    ptrs, mask = block.materialize_pointers(indices)
+    op = ir.ATOMIC_OP.FADD if ptrs.get_element_ty().is_floating() else ir.ATOMIC_OP.ADD
+    order = ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
+    rmw = m.at.interpreter.interpreter_builder.create_atomic_rmw
+    return rmw(op, ptrs, value, mask, *order)
 
 
 def _as_atomic(m: Interpreter, plain: Any, *args: Any) -> Any:
@@ -152,6 +174,21 @@ def _convert_float(m: Interpreter, plain: Any, src: Any, dst: Any, rounding: Any
     return floats.cast(src, dst)
 
 
+def _extern(
+    m: Interpreter,
+    plain: Any,
+    library: str,
+    path: str,
+    symbol: str,
+    operands: Any,
+    kind: Any,
+    *_: Any,
+) -> Any:
+    found = computed(symbol, [one.data for one in operands])
+    m.work("exp", found.size)
+    return floats.handle(found.astype(m.at.interpreter._get_np_dtype(kind)), kind.scalar)
+
+
 def _refused(what: str) -> Callable[..., Any]:
     def checked(m: Interpreter, plain: Any, arg: Any, *rest: Any) -> Any:
         if floats.is_narrow(arg.dtype):
@@ -204,6 +241,7 @@ HOOKED: dict[str, Callable[..., Any]] = {
     "create_fma": _fma,
     "cast_impl": _cast,
     "create_fp_to_fp": _convert_float,
+    "create_extern_elementwise": _extern,
     "create_rsqrt": _refused("a square root"),
     "create_erf": _refused("erf"),
     "create_idiv": _refused("an integer division"),

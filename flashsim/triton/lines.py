@@ -78,7 +78,10 @@ def failure(kernel: str, place: tuple[int, ...], error: Exception, folder: str) 
         vars(told).update(vars(root))
         return told
     text = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
-    if isinstance(root, (NotImplementedError, AttributeError)):
+    compiled_only = "Did you forget to add @triton" in text
+    if compiled_only:
+        text = "Gluon and tl.extra.cuda exist only in compiled kernels"
+    if compiled_only or isinstance(root, (NotImplementedError, AttributeError)):
         return UnsupportedError(
             f"{where}: Triton's interpreter cannot run this ({text}); write it with tl.load, "
             "tl.store, tl.dot and the operations of tl, or trace the kernel without that line"

@@ -14,11 +14,12 @@ import numpy as np
 from flashsim.errors import OptionError, shown
 from flashsim.own_kernels import ATOMIC, Recorder
 from flashsim.own_kernels.names import paper_name
-from flashsim.triton import block_pointers
+from flashsim.triton import block_pointers, libdevice
 from flashsim.triton import narrow_floats as floats
 from flashsim.triton.arguments import Arguments, Descriptor, Pointer
+from flashsim.triton.driver import NotCompiled
 from flashsim.triton.front_end import FrontEnd
-from flashsim.triton.hooks import HOOKED, checking, remembering
+from flashsim.triton.hooks import HOOKED, checking, descriptor_reduce, remembering
 from flashsim.triton.installed import installed, language_restored
 from flashsim.triton.lines import failure, in_library, reader_frame, tiles
 from flashsim.triton.memory import Memory, Reached
@@ -116,9 +117,10 @@ class Interpreter:
     def _run(self, kernel: Any, interpreted: Any, *args: Any, **kwargs: Any) -> Any:
         self._kernel = kernel
         try:
-            return interpreted(kernel.fn).run(*args, **kwargs)
+            interpreted(kernel.fn).run(*args, **kwargs)
         finally:
             self._kernel = None
+        return NotCompiled(kernel.__name__)
 
     def _put(self, obj: Any, name: str, value: Any) -> None:
         """Replace an attribute of an object in Triton's language until `entered` ends."""
@@ -223,6 +225,7 @@ class Interpreter:
         for name, make in HOOKED.items():
             if hasattr(builder, name):
                 self._put(builder, name, partial(make, self, getattr(builder, name)))
+        self._put(builder, "create_descriptor_reduce", partial(descriptor_reduce, self))
         if not hasattr(builder, "get_bf16"):
             rounded = lambda x: floats.cast(builder.get_fp32(x), self.at.tl.bfloat16)  # noqa: E731
             self._put(builder, "get_bf16", rounded)
@@ -360,7 +363,8 @@ class Interpreter:
         try:
             self._patched = {id(fn.__globals__)}
             interpreter.interpreter_builder.set_grid_dim(*grid, *(1,) * (3 - len(grid)))
-            yield
+            with libdevice.replaced(fn.__globals__, interpreter.interpreter_semantic):
+                yield
         finally:
             self._patched = None
             scope.restore()

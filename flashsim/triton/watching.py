@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,12 @@ import numpy as np
 from flashsim.errors import DTypeError, OptionError, TraceError, own_errors, shown
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.check import Reference, Verdict
-from flashsim.own_kernels.record import KernelRecord
+from flashsim.own_kernels.record import KernelRecord, float64
 from flashsim.own_kernels.steps import Look
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
+from flashsim.schedule.names import LOAD
+from flashsim.triton.arguments import layout_of
 from flashsim.triton.machine import Interpreter
 
 
@@ -71,6 +73,41 @@ class Watch:
     def values(self) -> list[np.ndarray]:
         """Return copies of all tensors' current values, in the order of their codes."""
         return [one.values().copy() for one in self._machine.arguments.pointers]
+
+    def computed_outside(self, given: Iterable[Any]) -> list[str]:
+        """Return the names of tensors with numbers that neither a kernel stored nor `given` holds.
+
+        A tensor counts if it holds floats that kernels load, and not the same number everywhere.
+        The block of `watch` must have `check`, which keeps the memory from before each launch.
+        """
+        a = self.record().accesses
+        known = [layout_of("given", one) for one in given]
+        before, names = self._before(), []
+        for one in self._machine.arguments.pointers:
+            ops = a["op"][(a["tensor"] == one.code) & (a["active"] > 0)]
+            if not len(ops) or ops[0] != LOAD or "float" not in one.tensor.dtype:
+                continue
+            if any(its.memory <= one.begin < its.memory + its.size for its in known):
+                continue
+            numbers = float64(one.values(before[one.memory]))
+            if np.unique(numbers[~np.isnan(numbers)]).size > 1:
+                names.append(one.tensor.name)
+        return names
+
+    def changed_outside(self, given: Any, original: np.ndarray) -> bool:
+        """Return True if an array was not `original` before the first launch that got it.
+
+        The block of `watch` must have `check`.
+        """
+        held = self._before().get(layout_of("given", given).memory)
+        return held is not None and held.tobytes() != original.tobytes()
+
+    def _before(self) -> dict[int, np.ndarray]:
+        """Return each allocation's bytes from before the first launch that got it, by address."""
+        found: dict[int, np.ndarray] = {}
+        for ran in self._machine.ran:
+            found = {**ran.before, **found}
+        return found
 
     def codes_of(self, array: Any) -> list[int]:
         """Return the codes of all tensors and views that start at an array's first element."""

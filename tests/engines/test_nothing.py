@@ -4,11 +4,13 @@ import pickle
 
 import numpy as np
 import pytest
+from helpers import tensors
 from refusals import refuses
 
 import flashsim
 from flashsim import BlockMask, ShapeError, Tiling
 from flashsim.api import inputs
+from flashsim.problem import oracle
 from flashsim.problem.problem import numpy_dtype
 
 pytestmark = pytest.mark.promise("empty inputs")
@@ -106,6 +108,21 @@ def test_arrays_of_a_score_function_have_gradients(name, backend):
     check(captured["other"], (4, 1), "float32", 0)
     assert r.backward(r.out, captured="other").captured.keys() == {"other"}
     assert r.backward(r.out).captured == {}
+
+
+@pytest.mark.parametrize("backend", ["simulator", "numba"])
+def test_a_sink_of_minus_infinity_is_no_sink(backend):
+    """Under the causal mask, the first two of five queries see none of the three keys."""
+    x = tensors(n_q=5, n_kv=3, d=8)
+    q, k, v, found = x.q, x.k, x.v, []
+    for sinks in (None, np.full(q.shape[1], -np.inf)):
+        r = flashsim.run(q, k, v, sinks=sinks, backend=backend, causal=True)
+        g = r.backward(r.out)
+        found.append((r.out, r.lse, g.dq, g.dk, g.dv))
+    np.testing.assert_equal(*found)
+    np.testing.assert_array_equal(g.dsinks, 0)
+    p = r.problem
+    np.testing.assert_array_equal(oracle.gradients(q, k, v, r.out, p, sinks=sinks)["dsinks"], 0)
 
 
 @pytest.mark.parametrize("sinks", [np.ones(3, np.float32), [1.0, 2.0, 3.0]])

@@ -551,6 +551,7 @@ def compared(work, *arrays):
         lambda q, k, v: q + k * v - 2,
         lambda q, k, v: 1 / (2 + np.tanh(q)),
         lambda q, k, v: np.exp(-np.square(q)),
+        lambda q, k, v: q**2 + 2**k * np.cos(v) - np.sin(q),
         lambda q, k, v: (q.T @ k)[:4],
         lambda q, k, v: q.T @ v[:, 0],
         lambda q, k, v: q[:, 0] @ v,

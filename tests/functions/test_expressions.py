@@ -16,6 +16,7 @@ from flashsim.functions.emit_expressions import literal
 from flashsim.functions.forward_mode import pushed
 from flashsim.functions.graph import Graph, Node
 from flashsim.functions.mask import MaskFunction
+from flashsim.functions.names import FUNCTIONS
 from flashsim.functions.operations import BOOL, FLOAT, INT
 from flashsim.functions.tracing import trace_mask, trace_score
 from flashsim.problem.problem import Problem
@@ -116,8 +117,9 @@ def test_math_functions_are_traced_too():
 def fails(text, match):
     kept = SimpleNamespace()
     trace_mask(lambda b, h, q, k: setattr(kept, "symbol", q > 2) or q > k)
-    scope: dict = {"np": np, "table": np.zeros((4, 5)), "names": np.array(["a"])}
+    scope: dict = {"np": np, "math": math, "table": np.zeros((4, 5)), "names": np.array(["a"])}
     kept.table = scope["table"]
+    scope["hidden"] = np.ma.masked_array(np.zeros(9), np.arange(9) > 3)
     scope |= {"empty": np.zeros(0), "earlier": kept.symbol, "kept": kept}
     exec(compile(f"def f(b, h, q, k):\n    return {text}", __file__, "exec"), scope)
     with pytest.raises(FunctionError, match=match):
@@ -140,6 +142,7 @@ def fails(text, match):
         ("table[q / 2, k] > 0", "is a float"),
         ("table > q", "without an index"),
         ("names[q] == 1", "dtype"),
+        ("hidden[q] == 1", r"hidden is a masked array, .* capture hidden.filled\(value\)"),
         ("q + k", "must return a boolean"),
         ("unknown(q)", "NameError"),
         ("None", "one value per score, got None"),
@@ -162,6 +165,7 @@ def fails(text, match):
         ("k.exp(q) > 0", "exp takes 1 value here, got 2"),
         ("q + 2**63 > k", "9223372036854775808 does not fit in 64 bits"),
         ("q + np.uint64(2**63) > k", "9223372036854775808 does not fit in 64 bits"),
+        ("math.remainder(k, 3) > 0", "use the operator %"),
         ("~(k * 0.5) > 0", "take booleans and integers, got a float"),
         ("(k * 0.5) << 1 > q", "take booleans and integers, got a float"),
     ],
@@ -318,6 +322,25 @@ def test_both_modes_and_differences_agree(seed):
     difference = dout * (up - down) / 2e-6
     smooth = abs(difference - forward) < 1e-4 * (1 + abs(forward))
     assert smooth.mean() > 0.99  # min, max, abs and floor have corners
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "slope"),
+    [
+        *(("maximum", (0.0,), 0.5), ("minimum", (0.0,), 0.5), ("clip", (0.0, 1.0), 1.0)),
+        *(("clamp_min", (0.0,), 1.0), ("clamp_max", (0.0,), 1.0), ("abs", (), 0.0)),
+        *(("relu", (), 0.0), ("leaky_relu", (), 0.01), ("softplus", (), 0.5)),
+        ("logaddexp", (0.0,), 0.5),
+    ],
+)
+def test_a_slope_at_a_corner_is_torchs(name, more, slope):
+    """softplus and logaddexp have no corner; the terms of which they consist do."""
+    graph, arrays = trace_score(lambda s, b, h, q, k: FUNCTIONS[name](s, *more))
+    score = np.zeros((B, H, N, M))
+    of_score, _ = gradients(graph, arrays, score, np.ones_like(score))
+    assert np.allclose(of_score, slope)
+    values = graph.values({"score": score, **INDICES}, arrays)
+    assert np.allclose(pushed(graph, values, {graph.argument("score")}), slope)
 
 
 # -- ready-made masks and scores -------------------------------------------------------------------

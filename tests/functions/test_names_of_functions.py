@@ -1,10 +1,14 @@
 """Every function of symbols, by every name that libraries give it, beside NumPy."""
 
+import functools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy import special
 from test_expressions import evaluated
 
+from flashsim.errors import FunctionError
 from flashsim.functions.names import FUNCTIONS
 
 SCORE = np.linspace(0.3, 2.5, 9)
@@ -134,11 +138,17 @@ def test_arguments_by_name_and_methods():
     close(floor, SCORE // 0.7)
     filled = lambda s, b, h, q, k: s.masked_fill(s > 1, -2.0)  # noqa: E731
     close(filled, np.where(SCORE > 1, -2.0, SCORE))
+    assert (on_keys(lambda k: k.masked_fill(k > 3, 2.7) == 2) == ((AT == 2) | (AT > 3))).all()
     close(lambda s, b, h, q, k: s.where(s > 1, -2.0), np.where(SCORE > 1, SCORE, -2.0))
     close(lambda s, b, h, q, k: np.full_like(s, fill_value=3) + k.float() * 0, 0 * SCORE + 3)
     close(lambda s, b, h, q, k: FUNCTIONS["relu"](s, inplace=False), np.maximum(SCORE, 0))
     trunc = lambda s, b, h, q, k: FUNCTIONS["div"](-s, 0.7, rounding_mode="trunc")  # noqa: E731
     close(trunc, np.trunc(-SCORE / 0.7))
+    large = 2**60 - 3 * AT - 1  # an integer that a float cannot hold
+    for by in (3, -3):
+        trunc = functools.partial(FUNCTIONS["div"], b=by, rounding_mode="trunc")
+        assert on_keys(lambda k: trunc(large[k]) == (large // 3 * (by // 3))[k]).all()  # noqa: B023
+        assert on_keys(lambda k: trunc(k - 4) == np.trunc((AT - 4) / by)[k]).all()  # noqa: B023
     close(lambda s, b, h, q, k: np.where(s > 1, s, 0.0), np.where(SCORE > 1, SCORE, 0.0))
     near = SCORE * special.ndtr(SCORE)  # what the approximation by tanh is close to
     got = evaluated(lambda s, b, h, q, k: FUNCTIONS["gelu"](s, approximate="tanh"), SCORE)
@@ -154,6 +164,9 @@ def test_types_of_symbols():
         SCORE + 2,
     )
     close(lambda s, b, h, q, k: s[()] + s[...], 2 * SCORE)
+    for kind in (np.int8, np.uint8, np.int16):
+        narrow = (AT * 9999 - 30000).astype(kind)
+        assert on_keys(lambda k: (k * 9999 - 30000).astype(kind) == narrow[k]).all()  # noqa: B023
 
     def score(s, b, h, q, k):
         assert (s.dtype, k.dtype, (q > k).dtype) == (np.float32, np.int32, np.bool_)
@@ -162,6 +175,20 @@ def test_types_of_symbols():
         return s + 1
 
     close(score, SCORE + 1)
+
+
+def test_functions_that_overwrite_an_argument():
+    """The names are NumPy's and torch's; a symbol may be overwritten, but no array."""
+
+    def score(s, b, h, q, k):
+        np.multiply(s, 2, out=s)
+        for name, told in (("relu_", {}), ("silu", {"inplace": True}), ("exp", {})):
+            s.__torch_function__(SimpleNamespace(__name__=name), (), (s,), told)
+        return s
+
+    close(score, 2 * SCORE * special.expit(2 * SCORE))
+    with pytest.raises(FunctionError, match="add would write a traced value to an array"):
+        on_keys(lambda k: np.add(k, 1, out=np.zeros(9)) > 0)
 
 
 ROW, TABLE, ONE_NUMBER = np.arange(9.0), np.arange(18.0).reshape(2, 9), np.array(3)

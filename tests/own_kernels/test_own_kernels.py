@@ -222,6 +222,7 @@ def test_names():
     assert paper_name("weights") is None
     assert labels(["q", "a_ptr", "b"], {"a_ptr": "K"}) == ["Q", "K", "b"]
     assert labels(["out", "o"]) == ["O", "o"]
+    assert labels(["k_desc", "K"]) == ["K", "K_2"]  # two tensors, as where K is scaled for backward
     with pytest.raises(OptionError, match="names= contains 'c'"):
         labels(["q"], {"c": "K"})
     assert identifier("a-b", ["a_b"]) == "a_b_2"
@@ -597,6 +598,28 @@ def test_a_reader_s_own_reference():
         traced.check(lambda given: x[:2])
     with pytest.raises(TraceError, match="none of the stored tensors"):
         traced.check()
+
+
+def test_a_causal_mask_without_an_argument_of_that_name():
+    traced = attention(96, causal=True)
+    launches = tuple(replace(one, constants={}) for one in traced.record.launches)
+    nameless = KernelTrace(replace(traced.record, launches=launches), values=traced.values)
+
+    assert nameless.expected.transfers != traced.expected.transfers
+    assert nameless.check().right
+    assert nameless.problem == traced.problem
+    assert nameless.expected.transfers == traced.expected.transfers
+
+
+def test_the_problem_has_the_type_of_q():
+    r = Recorder("hand")
+    for name, dtype in (("M", "float32"), ("q", "float16"), ("mask", "bool")):
+        code = r.tensor(name, (8, 4), (4, 1), dtype, np.dtype(dtype).itemsize)
+    r.launch("mine", (1,))
+    r.program((0,))
+    r.block(LOAD, code - 1, (slice(0, 8),))
+
+    assert KernelTrace(r.done()).problem.dtype == "float16"
 
 
 def test_values_in_any_layout_become_heads_rows_columns():

@@ -533,6 +533,40 @@ def test_values_that_a_program_holds_at_once(tmp_path):
     assert held["acc"] == ((32, 16), 32 * 16 * 4)
 
 
+def test_functions_of_libdevice():
+    x = draw(64)[0]
+    y = np.empty_like(x)
+
+    traced = trace(cases.from_libdevice, (1,), x, y, BLOCK=64)
+
+    np.testing.assert_allclose(y, 2 * np.tanh(x) + np.abs(x) ** 1.5, rtol=1e-6)
+    assert not traced.record.notes  # Triton's compiler takes the kernel as it is
+    with pytest.raises(UnsupportedError, match=r"libdevice\.j0.*libdevice's function j0f is not"):
+        trace(cases.from_libdevice_unknown, (1,), x, y, BLOCK=64)
+    half = x.astype(np.float16)
+    with pytest.raises(DTypeError, match=r"libdevice\.tanh is not defined .*fp16"):
+        trace(cases.from_libdevice, (1,), half, half.copy(), BLOCK=64)
+
+
+def test_sums_of_several_programs():
+    """Under a lock, and by a tensor descriptor's atomic operation, which masks the last rows."""
+    x, sums, lock = (
+        np.arange(96, dtype=np.float32),
+        np.zeros(32, np.float32),
+        np.zeros(1, np.int32),
+    )
+
+    traced = trace(cases.adds_under_a_lock, (3,), x, sums, lock, BLOCK=32)
+
+    np.testing.assert_array_equal(sums, x.reshape(3, 32).sum(axis=0))
+    assert traced.findings == []
+    assert any("takes a lock" in note for note in traced.record.notes)
+    sums = np.zeros(48, np.float32)
+    traced = trace(cases.adds_described, (2,), x, sums, BLOCK=64)
+    np.testing.assert_array_equal(sums, x.reshape(2, 48).sum(axis=0))
+    assert traced.bytes("reduce", "sum_ptr") == 2 * 48 * 4
+
+
 # -- errors, and what is left behind ------------------------------------------------------------
 
 
@@ -607,6 +641,8 @@ def test_errors_name_line_program_and_remedy():
         UnsupportedError, match=rf"fails, program \(0,\), line {line}, .*interpreter"
     ):
         call_fails()
+    with pytest.raises(UnsupportedError, match=r"smid\(\)\)`: .* exist only in compiled kernels"):
+        trace(cases.only_compiled, (1,), np.zeros(32, np.float32), BLOCK=32)
     with pytest.raises(DTypeError, match="trace takes a kernel"):
         trace(print, (1,))
     with watch() as seen:

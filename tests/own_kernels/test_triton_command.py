@@ -1,6 +1,8 @@
 """`flashsim kernel`: readers' files, as they are handed out; and what the guide says it prints."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,17 @@ def test_a_file_with_its_own_reference(tmp_path):
         assert "line 1, `raise SystemExit(3)`: SystemExit: 3" in refused("kernel", target)
 
 
+def test_a_set_scale_and_mask_are_those_of_the_right_results(tmp_path):
+    text = FLASH.read_text(encoding="utf-8").replace("n, d**-0.5, causal", "n, scale, causal")
+    path = tmp_path / "mine.py"
+    path.write_text(text.replace("causal=False, block_q", "causal=False, scale=1, block_q"))
+
+    done = checked(f"{path}:forward", "-n", 64, "--set", "scale=0.3", "--set", "causal=True")
+
+    assert "causal; " in done
+    assert "O right" in done
+
+
 PROGRAM = """
 import numpy as np
 import triton
@@ -167,15 +180,20 @@ def test_the_driver_is_put_back_after_an_error():
 
 
 def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
+    """In a new process, in which nothing has imported torch before the program."""
     pytest.importorskip("torch")
     path = tmp_path / "program.py"
     numbers = "torch.arange(100, dtype=torch.float32, device='cuda').to('cuda')"
     text = PROGRAM.replace("np.arange(100, dtype=np.float32)", numbers)
-    path.write_text(
-        "import torch\n" + text.replace("np.zeros_like(x)", "torch.empty_like(x).cuda()")
-    )
+    text = text.replace("np.zeros_like(x)", "torch.empty_like(x).cuda()")
+    asked = "assert torch.cuda.get_device_capability() == (8, 0)\n"
+    path.write_text(f"import torch\n{asked}{text}")
 
-    checked(path)
+    command = [sys.executable, "-m", "flashsim", "kernel", path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "milliseconds nan" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -192,6 +210,7 @@ def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
         ([f"{FLASH}:forward", "--set", "blocks=3"], "the parameter 'blocks'"),
         ([f"{FLASH}:forward", "--set", "blocks"], "must have the form NAME=VALUE, got 'blocks'"),
         ([f"{FLASH}:forward", "-n", "64", "--config", "1"], "has no @triton.autotune"),
+        ([FLASH, "--causal"], "runs as a program, because no function is named, but --causal"),
         ([f"{FLASH}:forward", "--ndim", "5"], "ndim must be 2, 3 or 4, got 5"),
         ([f"{FLASH}:forward", "--seed", "-1"], "seed must be at least 0, got -1"),
         ([f"{FLASH}:forward", "--out", __file__], "is a file, not a folder"),

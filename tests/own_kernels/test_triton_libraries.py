@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 import triton
 import triton_cases as cases
-from commands import checked
+from commands import checked, refused
 from triton_cases import example
 
 from flashsim.errors import DTypeError
@@ -77,7 +77,8 @@ class FlashAttentionTriton(torch.autograd.Function):
     """As homework asks for it."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False):
+    def forward(ctx, q, k, v, is_causal, sm_scale):
+        assert sm_scale == q.shape[-1] ** -0.5
         o, lse = forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.is_causal = is_causal
@@ -119,6 +120,15 @@ def launch(x):
     assert x.is_cuda
     y = torch.empty_like(x)
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    utils = triton.runtime.driver.active.utils
+    assert utils.get_device_properties(x.device.index)["multiprocessor_count"] == programs
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.set_default_device("cuda")
+    draws = torch.Generator(device="cuda").manual_seed(0)
+    assert torch.randn(2, generator=draws, device=0).pin_memory().to(0).device == x.device
+    with torch.cuda.device(x.device), torch.cuda.stream(torch.cuda.Stream()):
+        start.record()
+        assert start.elapsed_time(end) != 1
     assert programs == 108 and torch.cuda.get_device_capability() == (8, 0)
     add[(programs,)](x, y, x.numel(), B=16, PROGRAMS=programs)
 
@@ -143,3 +153,9 @@ def test_a_file_that_asks_torch_for_a_gpu(tmp_path):
     done = checked(f"{path}:fp8", "-n", "16", "--dtype", "float8_e5m2")
     assert "load x_ptr 2,048" in " ".join(done.split())
     assert not torch.zeros(1).is_cuda
+    text = path.read_text().replace(
+        "    add[(programs,)](", "    add[(1,)](x, y, 4, 16, 1).n_regs("
+    )
+    path.write_text(text)
+    said = refused("kernel", f"{path}:launch", "--set", "x=10x10")
+    assert "add is interpreted, not compiled for a GPU, so its n_regs is unknown" in said

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+from triton.language.extra.libdevice import tanh
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "triton"
 
@@ -180,3 +182,38 @@ tuned = triton.autotune(
     configs=[triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 32})], key=["n"]
 )(add)
 with_heuristics = triton.heuristics({"BLOCK": lambda args: 64})(add)
+
+
+@triton.jit
+def from_libdevice(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, libdevice.tanh(x) + tanh(x) + libdevice.pow(tl.abs(x), 1.5))
+
+
+@triton.jit
+def from_libdevice_unknown(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, libdevice.j0(tl.load(x_ptr + at)))
+
+
+@triton.jit
+def adds_under_a_lock(x_ptr, sum_ptr, lock_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * BLOCK + at)
+    while tl.atomic_cas(lock_ptr, 0, 1) == 1:
+        pass
+    tl.store(sum_ptr + at, tl.load(sum_ptr + at) + x)
+    tl.atomic_xchg(lock_ptr, 0)
+
+
+@triton.jit
+def adds_described(x_ptr, sum_ptr, BLOCK: tl.constexpr):
+    x = tl.make_tensor_descriptor(x_ptr, [96], [1], [BLOCK])
+    sums = tl.make_tensor_descriptor(sum_ptr, [48], [1], [BLOCK])
+    sums.atomic_add([0], x.load([tl.program_id(0) * 48]))
+
+
+@triton.jit
+def only_compiled(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr, tl.extra.cuda.smid())

@@ -315,6 +315,11 @@ def test_clusters_and_spills_are_told_and_their_tiles_right():
         fits = {(fit.block_q, fit.block_k) for fit in found[read].found.fits}
         assert tuple(map(int, rows[read]["true"].split(" x "))) in fits
         assert says in " ".join(found[read].sentences())
+    for path in (SAVED, TRUTH):
+        told = [" ".join(one.sentences()) for one in XRay(Profile.load(path)).kernels]
+        assert not [one for one in told if "reads -" in one]
+        # Parts of split keys are no spilled registers.
+        assert not [one for one in told if "spills" in one and "split into" in one]
     # Without the bytes stored, nothing says where those read come from: no claim.
     (launch,) = (x for x in chosen.launches if int(x.seen.read) == reads[-1])
     kept = replace(launch, counters=dict(launch.counters) | {"writes at L2": 0.0})

@@ -59,6 +59,7 @@ WRONG = [
     ("flash2-forward", "unstored", "without storing all of L: nothing", "sram.store(hbm.L", "(hbm.L"),
     ("flash2-forward", "result", "L, normal", "m + np.log(l)", "np.log(l)"),
     ("flash2-forward", "bytes", "Q was loaded 4 times; once is enough", "                        S = Q @", "                        Q = sram.load(hbm.Q, rows)\n                        S = Q @"),
+    ("flash2-forward", "bytes", "O: moved more often than in the exercise's loop order, which costs", "                        m[:] = m_new", "                        sram.store(hbm.O, rows, O)\n                        m[:] = m_new"),
     ("flash2-forward", "overflow", "holds", "sram.load(hbm.K, cols).T", "sram.load(hbm.K, slice(0, 48))[cols].T"),
     ("flash2-forward", "result", "the scale is 1 / head_dim; it should be", "S *= p.scale", "S *= 1 / p.head_dim"),
     ("flash2-forward", "result", "log l has the wrong sign: L is m + log l, not m - log l; O is right", "m + np.log(l)", "m - np.log(l)"),

@@ -26,7 +26,7 @@ OMIT = (
     # Files that `make test-torch` runs.
     *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/watch.py"),
     # Files that `make test-triton` runs.
-    *("flashsim/triton/*", "flashsim/cli/kernels.py"),
+    *("flashsim/triton/*", "flashsim/cli/kernel*.py"),
 )
 #: Files that only the emulator runs; without g++ they are left out.
 EMULATED = (

@@ -271,6 +271,10 @@ def test_controls_change_the_numbers(show):
     tab.keyboard.press("Enter")
     assert "n_q must be an integer from 1" in tab.inner_text("#notice")
     assert not tab.is_visible("#A")
+    tab.fill("#c-n_q", "100")
+    tab.fill("#c-heads", "5e9")  # more than an array of JavaScript holds
+    tab.keyboard.press("Enter")
+    assert "heads must be an integer from 1 to 1,024" in tab.inner_text("#notice")
 
 
 def test_the_sentence_says_what_a_lecturer_would(show):

@@ -19,7 +19,8 @@ const CONTROLS = [
     { name: "n_kv", label: "Keys N_kv", steps: octaves(2 ** 20), when: (s) => s.n_kv > 0 },
     { name: "d", label: "head_dim d", steps: [8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576] },
     { name: "heads", label: "Query heads", steps: [1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128] },
-    { name: "kv_heads", label: "KV heads", options: (s) => [[0, "= query heads"], ...Array.from({ length: s.heads - 1 }, (_, n) => n + 1)
+    { name: "kv_heads", label: "KV heads", options: (s) => [[0, "= query heads"], ...Array.from(
+      { length: Math.min(s.heads, LIMITS.heads[1]) - 1 }, (_, n) => n + 1)
       .filter((n) => s.heads % n === 0).map((n) => [n, `${n}: shared by ${s.heads / n} query heads each`])] },
     { name: "batch", label: "Batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128] },
     { name: "dtype", label: "Type", options: list(CHOICES.dtype) },

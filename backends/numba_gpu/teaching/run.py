@@ -145,7 +145,9 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
             more = functions.gradients(call.shape.functions, device.host(sums))
         if p.sinks:
             rows, less = (device.host(x) for x in (lse, delta))
-            more["dsinks"] = -(np.exp(_sinks(job)[:, None] - rows) * less).sum(axis=(0, 2))
+            sinks = _sinks(job)[:, None]
+            weight = np.exp(sinks - np.where(np.isneginf(sinks), 0, rows))
+            more["dsinks"] = -(weight * less).sum(axis=(0, 2))
         results |= {name: device.taken(x) for name, x in more.items()}
         results = {name: device.given(array, job.q) for name, array in results.items()}
         return Outcome(results, tiling, call.stages(), NAME)

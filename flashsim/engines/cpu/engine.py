@@ -96,7 +96,8 @@ def backward(
     arrays |= {f"d:{name}": sums for name, sums in engine.captured.items()}
     if job.sinks is not None:
         rows = (p.batch, p.heads, p.n_q)
-        weight = np.exp(job.sinks[:, None] - saved["L"].reshape(rows))
+        sinks = job.sinks[:, None]
+        weight = np.exp(sinks - np.where(np.isneginf(sinks), 0, saved["L"].reshape(rows)))
         arrays["dsinks"] = -(weight * delta.reshape(rows)).sum(axis=(0, 2), dtype=real)
     return engine.outcome(arrays)
 

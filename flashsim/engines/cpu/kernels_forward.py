@@ -94,7 +94,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * lanes
                 row0 = h * shape.n_q + q0
                 for r in range(n):  # no key seen: out = 0, lse = -inf
-                    if rules.sinks.size > 0:
+                    if rules.sinks.size > 0 and rules.sinks[head] != -np.inf:
                         top = max(m[x + r], rules.sinks[head])
                         weight = np.exp(m[x + r] - top) if l[x + r] != 0 else real(0)
                         total = weight * l[x + r] + np.exp(rules.sinks[head] - top)

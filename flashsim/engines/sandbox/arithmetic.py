@@ -12,9 +12,8 @@ WORK = (*KINDS, "read", "write")
 
 #: Elementwise operations by the kind of their cost (see `flashsim.counts.work`).
 COSTS: Mapping[Callable[..., Any], str] = {
-    **dict.fromkeys(
-        (np.exp, np.exp2, np.log, np.log2, np.log1p, np.expm1, np.tanh, np.sqrt), "exp"
-    ),
+    **dict.fromkeys((np.exp, np.exp2, np.log, np.log2, np.log1p, np.expm1), "exp"),
+    **dict.fromkeys((np.tanh, np.sin, np.cos, np.sqrt, np.power), "exp"),
     **dict.fromkeys((np.maximum, np.minimum, np.fmax, np.fmin), "max"),
     **dict.fromkeys((np.less, np.less_equal, np.greater, np.greater_equal), "max"),
     **dict.fromkeys((np.equal, np.not_equal, np.isfinite, np.isnan, np.isinf), "max"),

@@ -55,5 +55,6 @@ EXERCISE = Exercise(
         "L = m + log l, with m and l as they are after the last tile.",
     ),
     budget=lambda task: count(task.problem, tiling=task.tiling).bytes(),
+    at_most=(("store", "O"), ("reduce", "O")),
     mistakes={**SLIPS, **LSE_SLIPS, **loop_slips(8, 16)},
 )

@@ -69,6 +69,7 @@ EXERCISE = Exercise(
     ),
     terms=gradient_terms,
     budget=stage_bytes("dkdv"),
+    at_most=(("store", "dK"), ("reduce", "dK")),
     mistakes={
         "dK must contain the scale exactly once": scaled(gradients, "dK", lambda p: 1 / p.scale),
         **BACKWARD_SLIPS,

@@ -62,6 +62,7 @@ EXERCISE = Exercise(
     ),
     terms=gradient_terms,
     budget=stage_bytes("dq"),
+    at_most=(("store", "dQ"), ("reduce", "dQ")),
     mistakes={
         "dQ must contain the scale exactly once": scaled(gradients, "dQ", lambda p: 1 / p.scale),
         **BACKWARD_SLIPS,

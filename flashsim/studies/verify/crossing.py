@@ -341,9 +341,9 @@ class StageKernel:
 #: than the row's boxes have. A multicast delivers some sectors of a box that the row's end cuts
 #: more than once. The figures are an H100's counters (for 320 bytes, an H200's), exact to the byte.
 #: They were measured for clusters of 2, 4 and 8 blocks, but 64 and 320 bytes only for 2 and 4, and
-#: 224 bytes only for 2. The cause is unknown.
+#: 224 and 400 bytes only for 2. The cause is unknown.
 MULTICAST = {48: 5.5, 64: 5, 80: 6.5, 96: 6.5, 112: 7.5, 144: 11, 160: 9.5, 176: 10.5, 192: 9}
-MULTICAST |= {208: 11.5, 224: 11, 240: 12.5, 320: 13}
+MULTICAST |= {208: 11.5, 224: 11, 240: 12.5, 320: 13, 400: 21}
 
 
 def arriving(width: int) -> float:

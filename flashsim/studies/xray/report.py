@@ -73,7 +73,8 @@ class ProfiledKernel:
                 f"{FORMS[found.form]}, so the tile is unknown."
             )
             return
-        best, read = found.fits[0], self.launch.seen.read
+        read = self.launch.seen.read
+        best = min(found.fits, key=lambda fit: spilled(fit, self.launch.seen))
         loose = read > 1.002 * best.read
         for name, what, apart in (
             ("block_q", "query tile", found.next_q),
@@ -92,9 +93,12 @@ class ProfiledKernel:
             else:
                 yield f"{what.capitalize()}: {', '.join(map(str, sides))} fit equally."
         if extra := spilled(best, self.launch.seen):
+            more = (
+                f", and reloads them: it reads {read - best.read:,.0f} B more than this tile needs"
+            )
             yield (
-                f"It stores {extra:,.0f} B beyond its results, so it spills registers, and reloads "
-                f"them: it reads {read - best.read:,.0f} B more than this tile needs."
+                f"It stores {extra:,.0f} B beyond its results, so it spills registers"
+                f"{more if read > best.read else ''}."
             )
         elif loose:
             yield (

@@ -16,6 +16,7 @@ from flashsim.torch import (  # noqa: E402
     decode,
     decoding,
     flash_attn,
+    flash_attn_cache,
     flash_attn_core,
     flash_attn_cute,
     flash_attn_interface,
@@ -173,6 +174,20 @@ def test_alibi_with_slopes_of_each_sequence():
     close((out, lse), oracles(q, k, v, [None, None], slopes, softcap=3.0))
 
 
+@pytest.mark.parametrize(
+    ("n_k", "dtype", "tolerance"),
+    [(11, torch.float16, 2e-3), (9000, torch.float16, 2e-3), (60_000, torch.float32, 2e-5)],
+)
+def test_alibi_of_queries_far_from_the_first_key(n_k, dtype, tolerance):
+    """The term of a key near the query is small: it must not be a difference of large numbers."""
+    q, k, v = tensors((1, 3, 4, 16), (1, n_k, 2, 16), (1, n_k, 2, 16), dtype=dtype)
+    told = {"causal": True, "alibi_slopes": SLOPES, "return_attn_probs": True}
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, **told)
+    wanted, of_rows = oracles(q, k, v, [None], [SLOPES], causal=True)
+    close(out, wanted, tolerance)
+    close(lse, of_rows)
+
+
 @pytest.mark.parametrize("of_k", [[0, 4, 4, 9], [0, 7, 10, 21]], ids=["one diagonal", "three"])
 @pytest.mark.parametrize("own", [False, True], ids=["shared slopes", "own slopes"])
 def test_alibi_of_packed_sequences(own, of_k):
@@ -313,6 +328,12 @@ def turned(x, cos, sin, positions, interleaved):
     done = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
     head = done.flatten(-2) if interleaved else torch.cat((done[..., 0], done[..., 1]), -1)
     return torch.cat((head, rest), -1)
+
+
+def test_float64_rows_are_rotated_in_float64():
+    x, cos, sin = tensors((3, 2, 8), (3, 4), (3, 4), dtype=torch.float64)
+    got = flash_attn_cache.rotated(x, torch.arange(3), cos=cos, sin=sin, interleaved=True)
+    close(got, turned(x, cos, sin, torch.arange(3), True), 1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -21,10 +21,12 @@ from refusals import refuses  # noqa: E402
 import flashsim.jax  # noqa: E402
 from flashsim.errors import (  # noqa: E402
     BackendUnavailable,
+    DTypeError,
     FunctionError,
     ShapeError,
     UnsupportedError,
 )
+from flashsim.functions.tracing import trace_score  # noqa: E402
 from flashsim.jax import attention, dot_product_attention, foreign, xla_ffi  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
@@ -270,7 +272,34 @@ def test_functions_without_captured_arrays_and_sinks_alone():
         attention(q, k, v, score_mod=lambda s, b, h, i, j: s if i > j else -s)
 
 
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda s, i: jax.lax.div(i - 4, 3) + s, lambda s, i: np.trunc((i - 4) / 3) + s),
+        (lambda s, i: jax.lax.div(s, 3.0), lambda s, i: s / 3),
+        (lambda s, i: jax.nn.gelu(s), lambda s, i: jax.nn.gelu(s)),
+        (lambda s, i: jax.nn.gelu(s, approximate=False), lambda s, i: jax.nn.gelu(s, False)),
+    ],
+)
+def test_functions_that_differ_from_torchs_of_the_same_name(function, expected):
+    graph = trace_score(lambda s, b, h, i, j: function(s, i)).graph
+    score, rows = np.linspace(-2, 2, 9), np.arange(9)
+    close(graph.evaluate({"score": score, "q": rows}, ()), expected(score, rows), rtol=1e-12)
+
+
 # -- errors ---------------------------------------------------------------------------------------
+
+
+def test_captured_integers_of_more_bits_than_jaxs_are_refused():
+    q, k, v = tensors(n_q=9)
+    numbers = np.arange(9)
+    mask = lambda b, h, i, j: numbers[i] == numbers[j]  # noqa: E731
+    with jax.enable_x64(False):
+        q, k, v = (x.astype("float32") for x in (q, k, v))
+        close(call(q, k, v, mask_mod=mask), v)
+        numbers = numbers + 2**32
+        with pytest.raises(DTypeError, match=r"numbers of int64 .* do not fit in JAX's int32"):
+            call(q, k, v, mask_mod=mask)
 
 
 def traced(ask):
@@ -505,6 +534,25 @@ def test_without_a_batch_and_rows_that_see_no_key():
     assert (out.shape, lse.shape) == (q.shape, (9, 2))
     close(out, jnp.where(jnp.arange(9)[:, None, None] < 6, 1.0, 0.0) * q)
     assert flashsim.jax.dot_product_attention is dot_product_attention
+
+
+@pytest.mark.parametrize(
+    ("t", "window", "seen"),
+    [
+        (1, (2, -2), {}),
+        (5, (9, -3), {3: (0, 1), 4: (0, 2)}),
+        (5, (-3, 4), {0: (3, 5), 1: (4, 5)}),
+        (5, (1, -2), {}),
+    ],
+)
+def test_a_window_beside_the_diagonal(t, window, seen):
+    """`seen` has the first key and the end of the keys of each row that sees any."""
+    q, v = jnp.ones((t, 1, 4)), jnp.arange(5.0).reshape(5, 1, 1)
+    out = dot_product_attention(
+        q, jnp.ones((5, 1, 4)), v, local_window_size=window, backend="simulator"
+    )
+    expected = [np.mean(np.arange(5.0)[slice(*seen[n])]) if n in seen else 0 for n in range(t)]
+    close(out[:, 0, 0], jnp.asarray(expected))
 
 
 def as_jax_nn(**told):

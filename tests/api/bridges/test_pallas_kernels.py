@@ -559,6 +559,29 @@ def test_copies_that_a_tpu_kernel_starts_itself():
     assert traced.record.accesses["line"].size == 4
 
 
+def test_a_pipeline_that_a_tpu_kernel_starts_itself():
+    def inner(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + y_ref[...]
+
+    def kernel(x_hbm, y_hbm, o_hbm):
+        across = spec((32, 128), lambda i, j: (i, j))
+        blocks = [across, spec((32, 128), lambda i, j: (0, j))]
+        pltpu.emit_pipeline(inner, grid=(4, 2), in_specs=blocks, out_specs=[across])(
+            x_hbm, y_hbm, o_hbm
+        )
+
+    hbm = spec(memory_space=pl.ANY)
+    x, y = arrays((128, 256), (32, 256))
+    traced = run(kernel, x, y, out=(128, 256), in_specs=[hbm, hbm], out_specs=hbm)
+
+    equal(traced, "O", x + np.tile(y, (4, 1)))
+    assert "tpu model" in traced.record.source
+    size = 32 * 128 * 4
+    loads = {("load", "x_hbm"): 8 * size, ("load", "y_hbm"): 8 * size}
+    assert moved(traced) == {**loads, ("store", "O"): 8 * size}
+    assert min(row[0] for row in traced.by_line().rows) > 0
+
+
 def test_scalars_that_are_prefetched_choose_blocks():
     def kernel(table_ref, x_ref, o_ref):
         o_ref[...] = x_ref[...] + table_ref[pl.program_id(0)]
