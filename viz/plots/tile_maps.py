@@ -73,6 +73,9 @@ def tile_map(
     image = ax.imshow(
         grid, cmap=ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
     )
+    first, last = image.get_clim()
+    if first == last:  # else the colour bar widens the range, after the number's ink is chosen
+        image.set_clim(first - 0.5, last + 0.5)
     # As wide as high on a slide, where the grid is about twice as wide as high.
     high = 0.5 if max(t_r, t_c) > _LABELS_UP_TO else 0.42
     wide = min(0.95, high * t_c / t_r / 1.8)
