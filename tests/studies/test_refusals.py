@@ -108,9 +108,9 @@ time(FP8, kernels="portable") -> UnsupportedError: float16 or bfloat16
 time(FP8, algorithm="standard") -> UnsupportedError: float16 or bfloat16
 time(Problem(8, dtype="bfloat16", **PACKED), algorithm="standard")
     -> UnsupportedError: are packed; use batch
-time(Problem(64, head_dim=64, dtype="bfloat16", score_mod=functions.softcap(30)))
+time(Problem(64, head_dim=64, dtype="bfloat16", score_mod=functions.alibi(1)))
     -> UnsupportedError: time of a score function ... use flashsim.count
-time(Problem(64, dtype="bfloat16", score_mod=functions.softcap(30)), algorithm="standard")
+time(Problem(64, dtype="bfloat16", score_mod=functions.alibi(1)), algorithm="standard")
     -> UnsupportedError: time of a score function ... use flashsim.count
 time(splits=4) -> OptionError: 'flash2' cannot split keys
 time(deterministic=False) -> OptionError: direction='backward'

@@ -318,6 +318,10 @@ def judged(name):
             "judged-again-h200",
             "Forward, the mean error is {} % and the worst {} %; backward, they are {} and {} %.",
         ),
+        (
+            "judged-last-h200",
+            "Forward, the mean error is {} % and the worst {} %; backward, they are {} and {} %.",
+        ),
     ],
 )
 def test_the_page_prints_the_errors_of_later_runs_by_the_model_of_today(name, sentence):
