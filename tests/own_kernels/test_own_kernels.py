@@ -107,6 +107,7 @@ def test_heads_that_differ_are_spelled_out():
 
     assert traced.trace.stages[0].repeat == 1
     assert traced.trace.bytes() == traced.bytes() == (64 + 32) * 32 * 4
+    assert "forward: all 2 heads, 64" in viz.page(traced).html
 
 
 def test_a_group_of_query_heads_shares_keys():

@@ -19,7 +19,7 @@ from flashsim.counts import bounds, traffic
 from flashsim.errors import OptionError
 from flashsim.viz import palette
 from flashsim.viz.film.animation import Film
-from flashsim.viz.style import human, unit_axis
+from flashsim.viz.style import human, ink_on, unit_axis
 
 pytestmark = pytest.mark.promise("pictures show the counts")
 
@@ -299,6 +299,25 @@ def test_grouped_heads_are_said_everywhere():
     assert line(several, "FlashAttention-2, 16 / 4 heads")
 
 
+def test_pictures_of_a_backward_pass_show_all_heads_of_a_group():
+    problem = Problem(64, head_dim=8, heads=8, kv_heads=2)
+    counted = [
+        flashsim.count(problem, algorithm=name, direction="backward", tiling=Tiling(16, 16))
+        for name in ("flash1", "flash2")
+    ]
+    order = viz.tile_map(counted[1]).images[0].get_array()  # 4 heads x 4 row tiles per key tile
+    assert np.array_equal(order, np.arange(4)[:, None] + 16 * np.arange(4))
+    totals = viz.cumulative(counted)
+    ends = [entry.get_ydata()[-1] for entry in totals.lines[::2]]
+    assert ends == [count.bytes() // 2 for count in counted]  # of one of two groups
+    assert "4 of 8 / 2 heads" in " ".join(words(totals.texts))
+    about = Film(counted[1]).panels[0][1].about.get_text()
+    assert about.startswith("one of 8 / 2 heads, 4 in stage dkdv")
+    assert "one of 8 / 2 heads, 4 in stage dkdv" in viz.page(counted[1]).html
+    notes = Film(counted[1]).panels[0][1].walk.notes
+    assert [notes.count(f"head {n} of 4") for n in (1, 2, 3, 4)] == [16] * 4
+
+
 def test_labels_of_traffic_do_not_touch():
     ax = viz.traffic([cases.trace(name, "backward") for name in cases.ALGORITHMS])
     assert len(ax.get_xticklabels()) == len(cases.ALGORITHMS)
@@ -324,6 +343,8 @@ def test_the_numbers_beside_a_map_of_one_tile_are_whole():
     bar = ax.figure.axes[-1]
     low, high = bar.get_ylim()
     assert [y for y in bar.get_yticks() if low <= y <= high] == [0]
+    (number,) = (text for text in ax.texts if text.get_text() == "0")
+    assert number.get_color() == ink_on(ax.images[0].to_rgba(0)[:3])  # as the tile is drawn
 
 
 def test_tile_map_marks_masked_tiles():

@@ -92,8 +92,7 @@ class Counters:
         self.walk = walk
         ax.axis("off")
         _fit(ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold", parse_math=False), ax)
-        words = sources.about(walk.trace)
-        words[0] = f"one of {words[0]}" if words[0] != "1 head" else "one head"
+        words = sources.about_shown(walk.trace)
         about = ", ".join(words)
         if columns == 2:
             about = ", ".join(words[:3]) + ",\n" + ", ".join(words[3:])

@@ -84,8 +84,6 @@ def tile_map(
     masked = PolyCollection(triangles, facecolor=theme.accent, zorder=3, label="masked")
     masked.set(edgecolor=theme.background, linewidth=min(0.8, 20 / max(t_r, t_c)))
     ax.add_collection(masked)  # a corner, so that the number in the tile stays legible
-    if max(t_r, t_c) <= _LABELS_UP_TO:
-        _write_values(ax, grid, color)
     parts = [[(j - 0.5, i - 0.5), (j - 0.5, i + 0.5)] for i, j in part_edges(schedule)]
     ax.add_collection(LineCollection(parts, colors=theme.text, lw=3.5, zorder=5, label="parts"))
     pages = [[(x - 0.5, 0.96), (x - 0.5, 1.0)] for x in page_edges(schedule)]
@@ -109,6 +107,8 @@ def tile_map(
     ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns)
     bar = ax.figure.colorbar(image, ax=ax, label=_UNITS[color], pad=0.02)
     bar.outline.set_visible(False)
+    if max(t_r, t_c) <= _LABELS_UP_TO:  # after the colorbar, which widens a range of one value
+        _write_values(ax, grid, color)
     if color in ("bytes", "flops"):
         unit_axis(bar.ax.yaxis, "B" if color == "bytes" else "FLOP")
     else:
@@ -240,7 +240,7 @@ def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> n
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)
     if quantity == "order":
         # The heads of a group visit a tile one after another; the first visit is numbered.
-        grid[i[::-1], j[::-1]] = walk.order[chosen][::-1]
+        np.fmin.at(grid, (i, j), walk.order[chosen])
         return grid
     grid[i, j] = 0
     if quantity == "flops":

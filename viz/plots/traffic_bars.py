@@ -214,6 +214,8 @@ def cumulative(
 ) -> None:
     """Draw the running total of one head's HBM bytes or FLOPs, step by step.
 
+    If a stage's loops run for a group of heads, the totals are those of the group in all stages.
+
     Parameters
     ----------
     data : Trace, Result, Gradients, Comparison, a list of them, or a dict by label
@@ -225,10 +227,13 @@ def cumulative(
     groups = {label: sources.one_trace(source) for label, source in sources.labelled(data).items()}
     positions = sources.places(trace.algorithm for trace in groups.values())
     unit, ends = "B" if quantity == "bytes" else "FLOP", []
+    wide = max(stage.stride for trace in groups.values() for stage in trace.stages)
     for n, (label, trace) in zip(positions, groups.items(), strict=True):
         walk = Steps(trace)
         steps = np.arange(1, len(walk) + 1)
         total = walk.hbm_bytes.sum(axis=1) if quantity == "bytes" else walk.flops
+        runs = wide / np.array([stage.stride for stage in trace.stages])
+        total = np.cumsum(np.diff(total, prepend=0) * runs[walk.stage])
         look = style.series_style(theme, n)
         ax.plot(steps, total, label=label, **{**look, "marker": ""})
         ax.plot(steps[-1:], total[-1:], ms=9, zorder=3, **{**look, "ls": ""})
@@ -246,7 +251,10 @@ def cumulative(
     if most > least[1]:
         title += f", {max(ends, key=lambda end: end[1])[2]} at {style.human(most, unit)}"
     about = sources.common(groups.values())
-    style.heading(ax, theme, title, about if about.startswith("1 head") else f"one head of {about}")
+    heads = {(sources.share_of_heads(wide, t), sources.about(t)[0]) for t in groups.values()}
+    share, every = min(heads)
+    about = about.replace(every, share, 1) if len(heads) == 1 else f"{wide} of the heads, {about}"
+    style.heading(ax, theme, title, about)
     style.unit_axis(ax.yaxis, unit)
     ax.grid()
     style.name_marks(
