@@ -198,7 +198,7 @@ def about(source: Trace | Traffic) -> list[str]:
     """Return phrases that describe a trace or count: heads, sizes, type, mask, tiling, backend."""
     p = source.problem
     packed = p.cu_seqlens_q is not None
-    # The problem of a kernel whose heads differ has all heads in one group; "heads" tells the truth.
+    # If the heads of a user's kernel differ, its trace's problem has them all in one group.
     own = getattr(source, "provenance", {}).get("heads")
     return [
         own or heads(p.batch * p.heads, p.batch * p.kv_heads),

@@ -169,7 +169,7 @@ class Moves:
             e = moves[n]
             tensor = self.walk.trace.tensors[e["tensor"]].removesuffix("_acc")
             line.set(
-                color=tint(tensor, self.theme.name),
+                color=tint(tensor, self.theme.name, self.walk.trace.tensors),
                 linestyle="-" if e["op"] == LOAD else (0, (1.6, 0.8)),
             )
             name.set_text(f"{OPS[e['op']]} {SYMBOLS.get(tensor, tensor)}")

@@ -150,7 +150,7 @@ def _check_size(traces: Sequence[Trace], max_mb: float) -> None:
 
 def _theme(name: str, tensors: Sequence[str]) -> dict[str, Any]:
     t = THEMES[name]
-    own = {key: tint(key, name) for key in tensors[1:] if not key.endswith("_acc")}
+    own = {key: tint(key, name, tensors[1:]) for key in tensors[1:] if not key.endswith("_acc")}
     names = ("background", "panel", "text", "muted", "grid", "accent")
     return {**{key: getattr(t, key) for key in names}, "tensors": {**t.tensors, **own}}
 

@@ -44,6 +44,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     groups = sources.labelled(data)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
     width = 0.8 / len(ops)
+    every = [tensor for source in groups.values() for tensor in source.by_tensor()]
     middles: list[tuple[float, float, int, str]] = []
     totals: list[tuple[float, int, str]] = []
     for g, (label, source) in enumerate(groups.items()):
@@ -59,7 +60,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
                 if by_op[op]:
                     ax.bar(
                         x, by_op[op], width * 0.92, bottom=bottom, linewidth=0.8,
-                        gid=f"{label}/{op}/{tensor}", **style.tensor_style(tensor, theme),
+                        gid=f"{label}/{op}/{tensor}", **style.tensor_style(tensor, theme, every),
                     )  # fmt: skip
                     name = tensor.removesuffix("_acc")
                     middles.append((x, bottom + by_op[op] / 2, by_op[op], name))
@@ -93,9 +94,9 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     style.unit_axis(ax.yaxis)
     bars = len(groups) * len(ops)
     _name_totals(ax, theme, totals, heights, 11 if bars < 6 else 9.5 if bars < 9 else 7.6)
-    small, unseen = _name_parts(ax, theme, middles)
+    small, unseen = _name_parts(ax, theme, middles, every)
     handles: list[Any] = [
-        Patch(label=tensor, **style.tensor_style(tensor, theme))
+        Patch(label=tensor, **style.tensor_style(tensor, theme, every))
         for tensor in sorted(small, key=_place, reverse=True)
     ]
     handles += [line for line in ax.lines if not str(line.get_label()).startswith("_")]
@@ -187,7 +188,7 @@ _NAMED, _SEEN = 0.045, 0.008
 
 
 def _name_parts(
-    ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]
+    ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]], every: list[str]
 ) -> tuple[set[str], set[str]]:
     """Write tensor names on bar parts that are high enough, to be readable without colour.
 
@@ -199,7 +200,7 @@ def _name_parts(
     seen = {tensor for *_, nbytes, tensor in parts if nbytes > _SEEN * (high - low)}
     for x, y, nbytes, tensor in parts:
         if nbytes > _NAMED * (high - low):
-            shade = tint(tensor, theme.name)
+            shade = tint(tensor, theme.name, every)
             text = ax.text(
                 x, y, tensor, ha="center", va="center", fontsize=11, fontweight="bold",
                 color=style.ink_on(shade),
@@ -299,7 +300,7 @@ def sram_timeline(
     x, levels = where[inside], np.cumsum(held[inside], axis=1)
     base = np.zeros(len(x))
     for column, name in enumerate(names):
-        top, look = levels[:, column], style.tensor_style(name, theme)
+        top, look = levels[:, column], style.tensor_style(name, theme, trace.tensors)
         ax.fill_between(x, base, top, step="post", lw=0.3, label=name, **look)
         base = top
     peak, limit = int(levels.max()), trace.device.sram_bytes
@@ -353,8 +354,10 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     changes = {key: b.transfers.get(key, 0) - a.transfers.get(key, 0) for key in keys}
     shown = {key: change for key, change in changes.items() if change}
     size = min(12.5, 240 / max(len(shown), 1))  # as high as a bar on a slide
+    every = [tensor for _, _, tensor in keys]
     for y, ((stage, op, tensor), change) in enumerate(shown.items()):
-        ax.barh(y, change, gid=f"{stage}/{op}/{tensor}", **style.tensor_style(tensor, theme))
+        look = style.tensor_style(tensor, theme, every)
+        ax.barh(y, change, gid=f"{stage}/{op}/{tensor}", **look)
         sign, right, ha = ("+", 5, "left") if change > 0 else ("−", -5, "right")
         text = f"{sign}{style.human(abs(change))}"
         style.note(ax, text, (change, y), (right, 0), va="center", ha=ha, fontsize=size)
