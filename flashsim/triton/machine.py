@@ -290,7 +290,7 @@ class Interpreter:
             self.recorder.work(kind, size, line=self.line())
 
     def exponent(self, arg: Any) -> None:
-        """Keep the size and the largest argument of a line's exponentials, for `_note_exponents`."""
+        """Keep the size and the largest argument of this line, for `_note_exponents`."""
         if self.memory.silent or floats.is_narrow(arg.dtype):
             return
         most = float(np.max(arg.data, initial=-np.inf, where=np.isfinite(arg.data)))
