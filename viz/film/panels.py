@@ -93,11 +93,12 @@ class Counters:
         ax.axis("off")
         _fit(ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold", parse_math=False), ax)
         words = sources.about_shown(walk.trace)
-        about = ", ".join(words)
+        about, long = ", ".join(words), len(words[0]) > 30
         if columns == 2:
-            about = ", ".join(words[:3]) + ",\n" + ", ".join(words[3:])
-        level = 0.87 if columns == 2 else 0.78
-        self.about = ax.text(0, level, about, va="top", fontsize=10, color=theme.muted)
+            lines = [words[:1], words[1:4], words[4:]] if long else [words[:3], words[3:]]
+            about = ",\n".join(map(", ".join, lines))
+        level, size = (0.78 if columns > 2 else 0.89 if long else 0.87), (8.5 if long else 10)
+        self.about = ax.text(0, level, about, va="top", fontsize=size, color=theme.muted)
         _fit(self.about, ax)
         facts = {"loaded": 0, "stored": 1}
         if walk.hbm_bytes[-1, 2]:

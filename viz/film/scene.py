@@ -80,6 +80,8 @@ class Scene:
         self.grid = self._image(self.box, t_r, t_c)
         touched = diagram.first_touch(self.walk)
         self.strips: dict[str, _Strip] = {}
+        pitch = float(np.diff(self.ax.transData.transform([(0, 0), (out, 0)])[:, 0])[0])
+        size = min(12.5, 0.44 * pitch)  # so that names below neighbouring strips do not touch
         for side, names in around.items():
             for n, name in enumerate(names):
                 before, after, half = (n + 1) * out, _GAP + n * out, _STRIP / 2
@@ -93,7 +95,7 @@ class Scene:
                 upright = len(word) > 3 and name not in self.key_side  # wider than its strip
                 self.ax.text(
                     box[0] + tx, box[1] + ty, word, ha=ha, va=va, rotation=90 if upright else 0,
-                    fontsize=10 if upright else 12.5, fontweight="bold",
+                    fontsize=min(10, size) if upright else size, fontweight="bold",
                 )  # fmt: skip
                 image = self._image(box, *((1, t_c) if name in self.key_side else (t_r, 1)))
                 along = (n + 1) / (len(names) + 1)
