@@ -343,6 +343,8 @@ def test_the_numbers_beside_a_map_of_one_tile_are_whole():
     bar = ax.figure.axes[-1]
     low, high = bar.get_ylim()
     assert [y for y in bar.get_yticks() if low <= y <= high] == [0]
+    one = viz.tile_map(flashsim.count(Problem(2), tiling=Tiling(2, 1)))
+    assert one.get_xlabel() == "key tile j (1 key each)"
     (number,) = (text for text in ax.texts if text.get_text() == "0")
     assert number.get_color() == ink_on(ax.images[0].to_rgba(0)[:3])  # as the tile is drawn
 
@@ -459,6 +461,20 @@ def test_mask_shows_what_is_kept_wasted_and_skipped():
 def test_a_masks_title_names_it(options, name):
     title = viz.mask(Problem(32, **options), Tiling(16, 16)).get_title("left")
     assert title.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "share", "kept"),
+    [
+        ({"n_q": 1}, "100%", "kept: 1 score"),
+        ({"n_q": 256, "window": (0, 0)}, "under 1%", "kept: 256 scores"),
+        ({"n_q": 256, "window": (254, 255)}, "over 99%", "kept: 65,535 scores"),
+    ],
+)
+def test_a_masks_title_rounds_to_all_or_none_only_if_true(options, share, kept):
+    ax = viz.mask(Problem(**options))
+    assert ax.get_title("left").endswith(f": {share} of the scores are kept")
+    assert words(ax.get_legend().get_texts())[0] == kept
 
 
 def test_mask_shades_a_bias():

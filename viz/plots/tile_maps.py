@@ -115,8 +115,8 @@ def tile_map(
         bar.locator = MaxNLocator(steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1)
         bar.formatter = ScalarFormatter(useOffset=False)
     ax.set(
-        xlabel=f"key tile j ({schedule.tiling.block_k} keys each)",
-        ylabel=f"query tile i ({schedule.tiling.block_q} queries each)",
+        xlabel=f"key tile j ({_some(schedule.tiling.block_k, 'key')} each)",
+        ylabel=f"query tile i ({_some(schedule.tiling.block_q, 'query', 'queries')} each)",
     )
     outer = {"queries": "Q-outer", "keys": "KV-outer"}[schedule.outer]
     title = f"{sources.title(trace.algorithm)} {trace.direction}, {outer} loops"
@@ -187,7 +187,7 @@ def mask(
     ax.vlines(schedule.cols[:, 0] - 0.5, -0.5, shape[0] - 0.5, **lines)
     ax.hlines(schedule.rows[:, 0] - 0.5, -0.5, shape[1] - 0.5, **lines)
     tiles = schedule.t_r * schedule.t_c
-    handles = [Patch(facecolor=ramp(theme)(0.5), label=f"kept: {kept:,} scores")]
+    handles = [Patch(facecolor=ramp(theme)(0.5), label=f"kept: {_some(kept, 'score')}")]
     if wasted:
         handles.append(Patch(facecolor=faint, label=f"computed and masked: {wasted:,}"))
     if schedule.n_visits < tiles:
@@ -195,7 +195,10 @@ def mask(
         handles.append(Patch(label=left_out, **skipped))
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1))
     ax.set(xlabel="key", ylabel="query")
-    title = f"{_mask_name(problem)}: {kept / (shape[0] * shape[1]):.0%} of the scores are kept"
+    share = f"{kept / scores.size:.0%}"
+    if 0 < kept < scores.size:  # neither none nor all of them
+        share = {"0%": "under 1%", "100%": "over 99%"}.get(share, share)
+    title = f"{_mask_name(problem)}: {share} of the scores are kept"
     about = f"tiles of {schedule.tiling.block_q} x {schedule.tiling.block_k}"
     heading(ax, theme, title, about)
     _bare(ax)
@@ -211,6 +214,11 @@ def _bare(ax: Axes) -> None:
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.spines[["left", "bottom"]].set_visible(False)
+
+
+def _some(count: int, one: str, many: str = "") -> str:
+    """Return a count with its noun: "1 key", "64 keys"."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def _mask_name(p: Problem) -> str:
