@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from itertools import pairwise
 
+import chromium
 import numpy as np
 import pytest
 import viz_cases as cases
@@ -269,6 +270,18 @@ def test_html_needs_no_network_and_runs_only_its_own_script(tmp_path):
         inside = re.search(f"<{tag}>(.*?)</{tag}>", text, re.S)[1]
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
+
+
+def test_an_arrow_key_moves_an_animation_by_one_frame(browser, tmp_path, request):
+    file = viz.animate(cases.trace(), tmp_path / "film.html", max_frames=9)
+    with chromium.tabs(browser, tmp_path, request.node.name, "frames.length") as show:
+        tab = show(file.read_text(encoding="utf-8"))
+        tab.focus("#scrub")
+        for key, frame in (("Home", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1)):
+            tab.keyboard.press(key)
+            assert tab.evaluate("at") == frame
+        tab.keyboard.press("Space")
+        chromium.until(tab, "playing")
 
 
 @pytest.mark.parametrize("name", ["a$b", "$x_{1$", "100$ and $$"])
