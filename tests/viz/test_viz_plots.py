@@ -477,6 +477,11 @@ def test_a_masks_title_rounds_to_all_or_none_only_if_true(options, share, kept):
     assert words(ax.get_legend().get_texts())[0] == kept
 
 
+@pytest.mark.parametrize("shape", [(1999, 300), (20, 2000), (2000, 2000), (1, 1)])
+def test_numbers_beside_a_mask_do_not_touch(shape):
+    assert overlaps(viz.mask(Problem(*shape)).figure) == []
+
+
 def test_mask_shades_a_bias():
     bias = np.arange(32 * 32).reshape(32, 32)
     light = viz.mask(Problem(32), bias=bias).images[0].get_array()[..., :3].sum(2)

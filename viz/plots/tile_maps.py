@@ -212,7 +212,7 @@ def _skipped(theme: Theme) -> dict[str, Any]:
 def _bare(ax: Axes) -> None:
     """Label the axes of tiles or scores with integers, and hide the axis lines."""
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     ax.spines[["left", "bottom"]].set_visible(False)
 
 
