@@ -108,6 +108,9 @@ def shown(value: object) -> str:
     """Return the `repr` of any value, shortened to one line, to quote the value in an error."""
     try:
         text = " ".join(repr(value).split())
+        if len(text) > 100 and hasattr(value, "dtype") and hasattr(value, "shape"):
+            # The numbers of an array would not explain the error.
+            text = f"<{type(value).__name__} {value.dtype} {tuple(value.shape)}>"
     except Exception:  # an integer of more than 4,300 digits, or an object whose repr fails
         return f"<{type(value).__name__}>"
     return text if len(text) <= 100 else f"{text[:97]}..."
@@ -155,7 +158,7 @@ SYNONYMS = {
     "d": "head_dim",
     "algo": "algorithm",
     "gpu": "device",
-    "engine": "backend",
+    **dict.fromkeys(("engine", "implementation"), "backend"),
     "return_lse": "nothing: the result always has .lse",
     "enable_gqa": "nothing: grouped-query heads follow from the shapes",
     "dropout_p": None,

@@ -26,10 +26,14 @@ class Portable(Family):
                 f"to {widest}); use algorithm='flash2-fused' here"
             )
         what = f"{direction} at head_dim={problem.head_dim}, {problem.dtype}"
+        possible = ", ".join(map(str, self.possible(asked)))
         if tiling is None:
             if self.fastest(asked):
                 return None
-            why = f"there is no default tiling for {what} on {gpu.name}; pass tiling=, one of: "
+            why = f"there is no default tiling for {what} on {gpu.name}"
+            why += (
+                f"; pass tiling=, one of: {possible}" if possible else ", and no tile is possible"
+            )
         else:
             need = self._shared_need(asked, tiling)
             if need is None:
@@ -39,8 +43,7 @@ class Portable(Family):
                 why += f"{gpu.shared_bytes:,} B per thread block"
             else:
                 return None
-            why = f"{what}: a {tiling} tile {why}; possible tiles: "
-        why += ", ".join(map(str, self.possible(asked))) or "none on this GPU"
+            why = f"{what}: a {tiling} tile {why}; possible tiles: {possible or 'none on this GPU'}"
         if tiling is None and problem.block_mask is not None:
             why += f" (a tiling must divide the cells of the block mask, {problem.block_mask!r})"
         return why

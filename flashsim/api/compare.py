@@ -133,7 +133,7 @@ def compare(
         Gradient of the loss with respect to `out`; with it, the backward passes also run.
     tiling, backward_tiling : Tiling or "fit", optional
         The tiling of the forward passes, and of the backward passes. "fit": for each algorithm, the
-        tiling that fits and moves the fewest bytes. Default: on the CPU `Tiling.common`, one for
+        tiling of `Tiling.fit`. Default: on the CPU `Tiling.common`, one for
         all algorithms and both directions; "fit" on a GPU, with options of decoding, `scales` or a
         block mask.
     **options

@@ -88,7 +88,7 @@ def run(
         A learnable score per query head without a value, which joins each row's softmax. The LSE
         includes it.
     tiling : Tiling, optional
-        Default: the tiling that fits `device` and moves the fewest bytes.
+        Default: that of `Tiling.fit`: it fits `device` and, without a mask, moves the fewest bytes.
     device : str or Device
         The simulated machine; ``flashsim study devices`` lists the names.
     backend : str

@@ -250,8 +250,8 @@ def check_decoding(algorithm: str, options: Iterable[str]) -> None:
         )
     if used and not plans.splits_keys(algorithm):
         raise OptionError(
-            f"{algorithm!r} does not take {', '.join(used)}, because it processes all keys of a "
-            "query tile in one loop; use algorithm='flash-decode', which splits the keys"
+            f"{algorithm!r} does not take {', '.join(used)}, because only decoding does; use "
+            f"algorithm='flash-decode', or leave out {', '.join(f'{name}=' for name in used)}"
         )
 
 

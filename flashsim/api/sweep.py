@@ -66,7 +66,8 @@ class Sweep:
     def table(self) -> report.Table:
         """Return a short table of the parameters that vary between points, and of the counts.
 
-        `csv`, `json`, `rows` and `dataframe` have every column and the full text of each status.
+        `csv`, `json`, `rows` and `dataframe` have every column and the full text of each status;
+        the table's note has the first status that is not "ok".
         """
         told = [  # n_kv is left out if it is always n_q
             name
@@ -85,6 +86,10 @@ class Sweep:
         )
         for row in self.rows:
             table.rows.append([row[name] for name in vary] + _short_figures(row))
+        failures = [row["status"] for row in self.rows if row["status"] != "ok"]
+        if failures:
+            table.note = f"{len(failures):,} of {len(self):,} points without figures: {failures[0]}"
+            table.note += " · CSV and JSON output has every status" if len(failures) > 1 else ""
         return table
 
     def full_table(self) -> report.Table:
@@ -174,8 +179,7 @@ def sweep(
     algorithm, direction, device, key_order
         As in `count`.
     tiling : Tiling, str or None, or a list of them
-        A tiling, a name of `Tiling.preset`, or "fit" or None for the one that fits and moves the
-        fewest bytes.
+        A tiling, a name of `Tiling.preset`, or "fit" or None for the default of `count`.
     sram_bytes : int or None, or a list of them
         On-chip capacity of one thread block, in bytes, instead of the device's own.
     method : {"count", "run"}
@@ -189,7 +193,7 @@ def sweep(
         not run again. So an interrupted sweep continues where it stopped, and a larger sweep reuses
         the rows of a smaller sweep. Other points in the file stay.
     progress : bool
-        Print on stderr if simulating will take more than a minute, and show a progress bar if
+        Print on stderr if the sweep will take more than a minute, and show a progress bar if
         stderr is a terminal.
 
     Returns
@@ -204,7 +208,9 @@ def sweep(
     arguments = locals()  # by name, for the axes
     reject_unknown(unknown, sweep.__kwdefaults__ or (), "sweep")
     checks.one_of("method", method, METHODS)
-    if (n_q is None) == (n is None):
+    if n_q is None and n is None:
+        raise OptionError("sweep() needs the query lengths; pass n_q=, such as n_q=[1024, 2048]")
+    if n_q is not None and n is not None:
         raise OptionError(
             "n= is another name of n_q=, so sweep() takes only one of them, got "
             f"n_q={shown(n_q)} and n={shown(n)}"
@@ -235,7 +241,7 @@ def _collect(
         todo = [point for point in wanted if point.key not in rows_by_key]
         takes = Estimate(sum(map(seconds, todo)), 0)
         if progress and takes.seconds > 60:
-            print(f"flashsim: simulating, {takes} of one core in all", file=sys.stderr)
+            print(f"flashsim: sweeping {len(todo):,} points, {takes} of one core", file=sys.stderr)
         rows = map(measure, todo) if executor is None else _submit(todo, executor)
         for row in _track(rows, len(wanted), len(wanted) - len(todo), progress):
             if file is not None:

@@ -25,13 +25,14 @@ from flashsim.report import Cell
 from flashsim.schedule import plans
 from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.schedule import KEY_ORDERS
+from flashsim.schedule.split_kv import choose
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 
 METHODS = ("count", "run")
 
-#: The largest number of a sweep's points, and of an axis's values.
-MOST_POINTS = 10_000_000
+#: The largest number of a sweep's points, and of an axis's values; a point takes about 2 kB.
+MOST_POINTS = 1_000_000
 #: Parameters whose default is the value of another one.
 SAME = {"kv_heads": "heads", "head_dim_v": "head_dim", "n_kv": "n_q"}
 #: The columns that are measured. Bytes are of all heads.
@@ -96,6 +97,8 @@ class SweepPoint:
         if isinstance(self.tiling, Tiling):
             return self.tiling
         if self.tiling == "fit":
+            if self.direction == "forward":  # decoding packs heads, and its tiles must fit so
+                return choose(problem, None, self.machine, self.algorithm)[0]
             return Tiling.fit(problem, self.machine, self.algorithm, self.direction)
         return Tiling.preset(self.tiling, self.head_dim, causal=self.causal)
 
@@ -106,9 +109,9 @@ COLUMNS = (*PARAMETERS, *FIGURES, "status")
 
 
 def seconds(point: SweepPoint) -> float:
-    """Estimate how many seconds `measure` takes: 0 for a closed form or an impossible point."""
+    """Estimate how many seconds `measure` takes: 0 for an impossible point."""
     if point.method == "count":
-        return 0.0
+        return 1e-3
     try:
         problem = point.problem()
         return _cost(point, problem, point.tile(problem)).seconds
@@ -202,13 +205,20 @@ def _length(values: Iterable[Any]) -> int:
 def _few_enough(name: str, number: int) -> None:
     if number > MOST_POINTS:
         raise OptionError(
-            f"{name} has more than {MOST_POINTS:,} points: use larger steps or fewer axes"
+            f"{name} has more than {MOST_POINTS:,} points, the most of one sweep; use larger steps "
+            "or fewer axes, or run several sweeps"
         )
 
 
 def points(method: str, axes: Mapping[str, list[Any]]) -> list[SweepPoint]:
     """Return the Cartesian product of checked axes (see `axis`), each point once."""
     _few_enough("a sweep", math.prod(map(len, axes.values())))
+    names = [device.name for device in dict.fromkeys(axes["device"])]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise OptionError(
+            f"device has different devices with one name, {twice[0]!r}, but rows tell devices "
+            "apart by name; give each its own name: dataclasses.replace(device, name=...)"
+        )
     unique: dict[Key, SweepPoint] = {}
     for values in product(*axes.values()):
         point = dict(zip(axes, values, strict=True))

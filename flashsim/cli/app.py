@@ -87,6 +87,8 @@ _STUDIES = "demo walkthrough ladder softmax-matmul precision banks blocks when v
 _STUDIES += " devices calibrate reproduce claims warm"
 #: Old names of commands, and their new names. Old names still work in this version, with a message.
 MOVED = {name: f"study {name}" for name in _STUDIES.split()} | {"grade": "exercise grade"}
+#: Commands whose first argument is a program. As for `python`, all words after it are its own.
+RUNS_A_PROGRAM = ("watch", "xray")
 #: Old names of options, for commands that have the new option but not the old one.
 RENAMED = {
     "-n": ("--number",),
@@ -132,7 +134,8 @@ class _Command(TyperCommand):
         words: list[str] = []
         self.explain_all = False
         for n, word in enumerate(args):
-            if word == "--":  # the following arguments belong to another program
+            program = self.name in RUNS_A_PROGRAM and not word.startswith("-")
+            if word == "--" or program:  # the following arguments belong to another program
                 words += args[n:]
                 break
             if word == "--help-all":
@@ -241,7 +244,8 @@ class _Group(TyperGroup):
             commands = importlib.import_module(f"flashsim.cli.{module}")
             called = getattr(commands, function or cmd_name.replace("-", "_"))
             single = typer.Typer(add_completion=False, rich_markup_mode=None)
-            single.command(cmd_name, cls=_Command)(spread(called, show))
+            settings = {"allow_interspersed_args": cmd_name not in RUNS_A_PROGRAM}
+            single.command(cmd_name, cls=_Command, context_settings=settings)(spread(called, show))
             return typer.main.get_command(single)
         group = _Group(name=cmd_name, help=about, no_args_is_help=True, rich_markup_mode=None)
         group.entries = where

@@ -18,7 +18,7 @@ from flashsim.api.compare import side_by_side
 from flashsim.api.sweep import sweep as run_sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.declare import OUTPUT, Format, each, option, refuse_unused
+from flashsim.cli.declare import OUTPUT, Format, each, option, refuse_unused, written
 from flashsim.cli.output import Tables, add, event_table, figures, ready, say, show, working
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError
@@ -33,6 +33,7 @@ _SCALE = option(
 
 
 def run(
+    typed: typer.Context,
     sizes: opt.Sizes,
     tensors: opt.Tensors,
     scores: opt.Scores,
@@ -57,6 +58,7 @@ def run(
 ) -> None:
     """Run attention tile by tile, and show the bytes that it moved."""
     _ready_apart(save, out, how.backward)
+    values.check_seed(tensors, written(typed), how.backward)
     wide = {} if scaling.scales is None else {"dtype": "float32"}
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix, **wide)
     arrays, scales = values.quantized(arrays, scaling, rotate, sizes.dtype)
@@ -125,6 +127,7 @@ def compare(
         by_formula = "counted by formula; --execute simulates on tensors and compares results"
         table.note = f"{by_formula} · {table.note}"
         return table
+    values.check_seed(tensors, written(typed), how.backward)
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
     tiles = values.tilings(how, values.problem_of(arrays, scores), algorithm)
     with working(
@@ -172,12 +175,13 @@ def count(
     counts = _passes(problem, how, [(algorithm, decoding)])
     people = [c.table() for c in counts]
     if "fit" in (how.tiling, how.backward_tiling if how.backward else how.tiling):
-        fit = "the tile is the one that fits on chip and moves the fewest bytes; -t 64x64 sets it"
+        fit = "the tile fits on chip and moves the fewest bytes without a mask; -t 64x64 sets it"
         people[0].note += f" · {fit}"
     return people, [figures(c) for c in counts]
 
 
 def sweep(
+    typed: typer.Context,
     n_q: list[int] = option(..., "Numbers of queries and keys, e.g. 1024,2048,4096.", "-n"),
     head_dim: list[int] = option("64", "Widths of a row of Q and K, e.g. 64,128.", "-d"),
     batch: list[int] = option("1", "Batch sizes.", "-b"),
@@ -219,7 +223,7 @@ def sweep(
     ),
 ) -> Tables:
     """Count or simulate every combination of values; most options accept lists with commas."""
-    if causal and True in mask:
+    if causal and "mask" in written(typed):
         raise OptionError("--causal is short for --mask causal; pass only one of them")
     axes: dict[str, Any] = {
         **{"n": n_q, "head_dim": head_dim, "batch": batch, "heads": heads, "kv_heads": kv_heads},

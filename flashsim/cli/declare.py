@@ -200,6 +200,23 @@ def written(typed: typer.Context) -> list[str]:
     return names
 
 
+def of_program(typed: typer.Context, words: list[str] | None) -> list[str]:
+    """Return the arguments of the program that a command runs: all words after the program.
+
+    After the program, an option that the command has too is ambiguous, except after `--`.
+    """
+    words = words or []
+    if words[:1] == ["--"]:
+        return words[1:]
+    own = {name for option in typed.command.params for name in option.opts}
+    if clash := [word for word in words if word.partition("=")[0] in own]:
+        raise OptionError(
+            f"{clash[0]} after the program could be an option of flashsim or of the program; put "
+            "flashsim's options before the program, or -- before the program's"
+        )
+    return words
+
+
 def refuse_unused(
     typed: typer.Context,
     where: str,

@@ -255,7 +255,11 @@ def grade(
         None, "Number of files to grade at the same time. Default: one per CPU.", min=1
     ),
 ) -> None:
-    """Grade a solution by results, on-chip memory and bytes, or every .py file in a folder."""
+    """Grade a solution by results, on-chip memory and bytes, or every .py file in a folder.
+
+    For a single file, or the folder of a single homework, the exit code is 1 if it does not get all
+    points. With --gradescope, or for the folder of a class, the exit code is 0 for any points.
+    """
     limits: dict[str, Any] = {"limit": timeout, "memory": memory}
     chosen = [shelf.find(name) for name in dict.fromkeys(exercise or ())]
     kernels = [one for one in chosen if isinstance(one, KernelExercise) and one.path]
@@ -286,6 +290,8 @@ def grade(
             show(_tables(file, done, "homework folders"), form)
             if gradescope is not None:
                 _for_gradescope(together(done[0][1]), gradescope)
+            elif roots == [file]:
+                _exit_by_points([marks for _, marks in done[0][1]])
             return
     if len(chosen) > 1:
         raise OptionError(
@@ -329,16 +335,22 @@ def _grade_files(
     else:
         typer.echo(marks.json() if form.json else printable(marks.text()))
     _for_gradescope(marks, gradescope)
-    if trace is None:
-        return
-    if save is not None:
+    if trace is not None and save is not None:
         trace.save(save)
         say(f"trace in {save}")
-    if plot is not None:
+    if trace is not None and plot is not None:
         one, traces = shelf.find(exercise or marks.exercise), {"your solution": trace}
         if isinstance(one, Exercise):
             traces["reference"] = one.executed.trace
         _draw(traces, one, plot)
+    if gradescope is None:
+        _exit_by_points([marks])
+
+
+def _exit_by_points(every: list[Marks]) -> None:
+    """End the command with exit code 1 if any marks are not full marks."""
+    if any(marks.points != marks.most for marks in every):
+        raise typer.Exit(1)
 
 
 def _say_graded(exercises: list[KernelExercise], *, chosen: bool) -> None:

@@ -31,6 +31,11 @@ class KernelArrays:
         self.ndim = self.ndim or len(axes) or 4
         if self.ndim not in (2, 3, 4):
             raise OptionError(f"--ndim must be 2, 3 or 4, got {self.ndim}")
+        if self.layout is not None and self.ndim != 4:
+            raise OptionError(
+                f"--layout orders four axes, but q has {self.ndim}; leave out --layout, or pass "
+                "--ndim 4"
+            )
         self.layout = self.layout or ("bnhd" if _heads_third(axes) else "bhnd")
         checks.one_of("--layout", self.layout, ("bhnd", "bnhd"))
 

@@ -18,7 +18,7 @@ from flashsim.api import cost
 from flashsim.cli import options as opt
 from flashsim.cli.declare import Format, option
 from flashsim.cli.kernel_arrays import KernelArrays, axes_of, forward_of
-from flashsim.cli.output import show
+from flashsim.cli.output import ready, show
 from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
 from flashsim.own_kernels.files import (
     beside,
@@ -27,6 +27,7 @@ from flashsim.own_kernels.files import (
     readers_errors,
     run_program,
 )
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 
 _DEFAULT = Problem(256, head_dim=64, heads=2)
@@ -85,9 +86,10 @@ def kernel(
 
     The user's function gets random arrays for parameters such as q, k and v. If no function is
     named, a Triton file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py
-    runs with your rights, like any program that you start.
+    runs with your rights, like any program that you start. The exit code is 1 if a result is wrong.
     """
     path, function = _split(target)
+    ready(None if out is None else out / "page.html")
     settings = dict(_pair("--set", pair) for pair in set_ or ())
     problem = Problem(n_q, n_kv, head_dim, None, batch, heads, kv_heads, dtype, causal)  # type: ignore[arg-type]
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -130,7 +132,7 @@ def kernel(
                 module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             library = "torch" if not pallas and hasattr(module, "torch") else "numpy"
-            arrays = KernelArrays(problem, library, ndim, layout, seed)
+            arrays = KernelArrays(problem, library, ndim, layout, checks.seed(seed))
             call, used = _call(_attribute(module, function), function, arrays, settings)
             options["problem"] = arrays.problem if used else None
             if pallas:
@@ -151,10 +153,12 @@ def kernel(
     files = _written(traced, out) if out is not None else []
     if form.json or form.csv:
         show(traced.compared(), form)
-        return
-    from flashsim.own_kernels.answer import LINES, answer
+    else:
+        from flashsim.own_kernels.answer import LINES, answer
 
-    typer.echo(answer(traced, files, note, 10_000 if all_ else LINES))
+        typer.echo(answer(traced, files, note, 10_000 if all_ else LINES))
+    if traced.verdict is not None and not traced.verdict.right:
+        raise typer.Exit(1)
 
 
 def _pallas(call: Any, options: dict[str, Any]) -> Any:
@@ -309,7 +313,6 @@ def _written(traced: Any, out: Path) -> list[str]:
     """Write an HTML page and a plot of the kernel; return one line of text about each file."""
     from flashsim import viz
 
-    out.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"\W+", "_", traced.name)[:40]
     files = []
     try:

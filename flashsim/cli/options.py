@@ -114,8 +114,8 @@ class Scores(Mask):
 
 _TILE = (
     "Tile size: QUERIESxKEYS, e.g. 128x64; fit: for each algorithm, the tile that moves the "
-    "fewest bytes; same: one tile that fits on chip for all algorithms; or a real kernel's tile: "
-    f"{', '.join(PRESETS)}."
+    "fewest bytes without a mask; same: one tile that fits on chip for all algorithms; or a real "
+    f"kernel's tile: {', '.join(PRESETS)}."
 )
 PASS = "Pass: forward or backward."
 GPU = "The GPU to simulate; `flashsim study devices` lists them."

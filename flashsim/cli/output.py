@@ -65,7 +65,8 @@ def add(table: report.Table, source: Trace | Traffic, *figure: Any) -> None:
 def event_table(trace: Trace, limit: int) -> report.Table:
     """Return a table of a trace's first events, with tensors' names instead of codes."""
     columns = ("stage", "op", "tensor", "level", "head", "i", "j", "visit", "bytes")
-    table = report.Table(f"{trace.n_events:,} events, the first {limit:,}", columns)
+    shown = "all" if trace.n_events <= limit else f"the first {limit:,}"
+    table = report.Table(f"{trace.n_events:,} events, {shown}", columns)
     for e in trace.events[:limit]:
         name, op, tensor = trace.stages[e["stage"]].name, OPS[e["op"]], trace.tensors[e["tensor"]]
         numbers = (int(e[field]) for field in columns[4:])

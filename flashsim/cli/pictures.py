@@ -310,6 +310,7 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
         sizes = replace(source.sizes, n_q=512 if source.sizes.n_q is None else source.sizes.n_q)
         counts = [values.counted(sizes, mask, name, how, among=names) for name in names]
         return Recordings([*counts], seed=tensors.seed)
+    values.check_seed(tensors, typed, backward)
     arrays = values.arrays(source.sizes, tensors)
     whole = values.problem_of(arrays, mask)
     tile = values.one_tiling(how.tiling, whole, names, [how.direction], device)

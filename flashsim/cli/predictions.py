@@ -39,6 +39,11 @@ def roofline(
     """Show whether memory or arithmetic limits attention: one row per way of counting bytes."""
     from flashsim.studies import roofline as rooflines
 
+    if seconds is not None and len(algorithm) != 1:
+        raise OptionError(
+            f"--seconds is the time of one algorithm, but {len(algorithm)} are shown; pass one "
+            "--algorithm"
+        )
     each = values.decoding_of(algorithm, decoding)
     counted = [values.counted(sizes, mask, name, how, its, algorithm) for name, its in each]
     with working(_REPLAYING, replay_cost(counted), "tile requests"):

@@ -17,7 +17,7 @@ from flashsim.api.warm import ALGORITHMS, DIRECTIONS
 from flashsim.api.warm import warm as compile_ahead
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.declare import Format, each, option, refuse_unused
+from flashsim.cli.declare import Format, each, option, refuse_unused, written
 from flashsim.cli.output import Tables, draw, ready_to_draw, say, show, working
 from flashsim.counts import questions
 from flashsim.errors import MemoryModelError, OptionError
@@ -236,6 +236,8 @@ def blocks(
     problem = values.problem(sizes, mask)
     if stages is not None:
         refuse_unused(typed, "--stages, which names the tiles", never=["sides"])
+        if direction == "forward" and "direction" in written(typed):
+            raise OptionError("--stages is for a backward pass; leave out --direction forward")
         tilings = {}
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)

@@ -83,6 +83,16 @@ def arrays(
     return drawn
 
 
+def check_seed(tensors: opt.Tensors, typed: Sequence[str], backward: bool) -> None:
+    """Raise `OptionError` if --seed was typed, but nothing is drawn."""
+    chosen = tensors.input is not None or tensors.demo_data is not None
+    if chosen and not backward and "seed" in typed:
+        raise OptionError(
+            "with --input or --demo-data, --seed only draws the gradient of a backward pass; "
+            "leave out --seed"
+        )
+
+
 def unscaled(arrays: Arrays) -> dict[str, Any]:
     """Return {"scales": ...} for random FP8 arrays, which have no scales; {} for other arrays."""
     return {"scales": UNSCALED} if arrays.q.dtype.name in FP8 else {}
@@ -244,8 +254,12 @@ def flags(names: Iterable[str]) -> str:
 
 def _read_file(file: Path) -> Arrays:
     try:
+        if file.is_file() and not zipfile.is_zipfile(file):  # NumPy would speak of pickles
+            raise ValueError("it is not a zip archive")
         with np.load(file, allow_pickle=False) as stored:
             contents = {name: stored[name] for name in stored.files}
+    except OSError as error:
+        raise OptionError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
     except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
         raise OptionError(
             f"{file} is not an .npz file of plain arrays ({error}); write it with np.savez(path, "

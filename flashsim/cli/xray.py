@@ -8,7 +8,7 @@ import typer
 
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.declare import Format, option, refuse_unused
+from flashsim.cli.declare import Format, of_program, option, refuse_unused
 from flashsim.cli.output import draw, ready, ready_to_draw, say, show, working
 from flashsim.errors import OptionError
 from flashsim.report import Table
@@ -22,7 +22,7 @@ def xray(
         Path | None, typer.Argument(help="The Python program to run.", exists=True, dir_okay=False)
     ] = None,
     arguments: list[str] | None = typer.Argument(
-        None, help="The program's own arguments, after --."
+        None, help="The program's own arguments: all words after the program."
     ),
     sizes: opt.Sizes = opt.Sizes(),
     direction: str = option(
@@ -68,11 +68,12 @@ def xray(
         record = record if device is None else replace(record, device=device)
     else:
         assert program is not None
+        words = of_program(typed, arguments)
         with working("measuring: each kernel runs several times"):
             if kernel is None:
                 unused = [*vars(sizes), *vars(mask), "direction"]
                 refuse_unused(typed, "a program whose calls are seen", never=unused)
-                record = studies.measure(program, arguments or (), device=device, launches=launches)
+                record = studies.measure(program, words, device=device, launches=launches)
             else:
                 if sizes.n_q is None:
                     raise OptionError(
@@ -80,7 +81,7 @@ def xray(
                     )
                 shape = values.problem(replace(opt.LAYER, **sizes.given()), mask)
                 record = studies.measure_kernels(
-                    program, arguments or (), shape, direction,
+                    program, words, shape, direction,
                     kernel=kernel, device=device, launches=launches,
                 )  # fmt: skip
     if save is not None:

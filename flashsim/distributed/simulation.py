@@ -10,7 +10,7 @@ import numpy as np
 from flashsim import report
 from flashsim.algorithms.merge import merged
 from flashsim.api import array_libraries, dispatch, execution, inputs
-from flashsim.api.arrays import check_like, require_numpy
+from flashsim.api.arrays import check_like, expand, require_numpy, squeeze
 from flashsim.distributed.account import Account
 from flashsim.distributed.exchange import Rank, Ranks
 from flashsim.distributed.group import Block, Group
@@ -29,7 +29,7 @@ def _card(result: Spread | SpreadGradients) -> str:
 class Spread:
     """The result of `run`: out and LSE in the sequence's order, and the `Account` of all ranks.
 
-    `out` has the shape (batch, heads, n, head_dim_v), and `lse` has the shape (batch, heads, n).
+    `out` has the shape of q with v's head_dim, and `lse` has q's shape without its last axis.
     `account` has the bytes and FLOPs of the run, equal to the result of `count`.
     """
 
@@ -56,7 +56,7 @@ class Spread:
         (dout,) = array_libraries.take(self._run.host, dout=dout)
         check_like("dout", dout, self.out, "out")
         require_numpy("simulator", dout=dout)
-        return self._run.backward(dout)
+        return self._run.backward(expand(dout))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,8 @@ def run(
     Parameters
     ----------
     q, k, v : array, (batch, heads, n, head_dim), (batch, kv_heads, n, ..)
-        The whole sequence, in its own order, in CPU memory. Results are arrays of the same library.
+        The whole sequence, in its own order, in CPU memory; the first axes may be missing, as in
+        `flashsim.run`. Results are arrays of the same library, with as many axes.
     ranks, scheme, ulysses
         See `Group`.
     causal, softcap, scale, algorithm, tiling, device, backend
@@ -116,15 +117,17 @@ def run(
     require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     how = {"algorithm": algorithm, "tiling": tiling, "device": device, "backend": backend}
-    return _SpreadRun(group, how, host).forward(asked.q, asked.k, asked.v)
+    return _SpreadRun(group, how, host, asked.ndim).forward(asked.q, asked.k, asked.v)
 
 
 class _SpreadRun(Ranks):
     """Runs both passes of a problem; ranks keep the tensors that the backward pass needs."""
 
-    def __init__(self, group: Group, how: dict[str, Any], host: array_libraries.Host) -> None:
+    def __init__(
+        self, group: Group, how: dict[str, Any], host: array_libraries.Host, ndim: int
+    ) -> None:
         super().__init__(group)
-        self.how, self.host = how, host
+        self.how, self.host, self.ndim = how, host, ndim
         # Two members merge once, directly into the result.
         self.merges_wide = group.ring > 2 and numpy_dtype(group.problem.dtype) != self.wide
 
@@ -156,7 +159,11 @@ class _SpreadRun(Ranks):
         for number, rank in enumerate(self.ranks):
             kept = {name: rank[name] for name in ("q", "k", "v", "lse")}
             self.ranks[number] = Rank(kept, out=rank.get("heads_out", rank["out"]))
-        return Spread(self.host.give(out), self.host.give(lse), account, self)
+        return Spread(self._give(out), self._give(lse, self.ndim - 1), account, self)
+
+    def _give(self, array: np.ndarray, ndim: int | None = None) -> Any:
+        """Return an array in the user's library, with as many axes as the inputs."""
+        return self.host.give(squeeze(array, self.ndim if ndim is None else ndim))
 
     def _forward_step(self, number: int, rank: Rank, step: int) -> None:
         block = self.group.block(number, step)
@@ -208,8 +215,7 @@ class _SpreadRun(Ranks):
         self.now += 1
         self.exchange({"dq": "dQ", "dk": "dK", "dv": "dV"}, "heads")
         dq, dk, dv = (
-            self.host.give(self.gather(name, group.rows, heads=False))
-            for name in ("dq", "dk", "dv")
+            self._give(self.gather(name, group.rows, heads=False)) for name in ("dq", "dk", "dv")
         )
         return SpreadGradients(dq, dk, dv, self.account("backward"))
 

@@ -148,7 +148,7 @@ def _graded(
     try:
         text = _text_of(path)
     except OSError as error:
-        raise OptionError(f"cannot read {str(path)!r}: {error}") from None
+        raise OptionError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
     except Refused as error:  # the student's mistake: it gets 0 points and raises no error
         unreadable = error
     if one is None:

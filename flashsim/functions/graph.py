@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashsim.errors import ShapeError
-from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT, OPERATIONS, SIDES
+from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT, OPERATIONS, SCORE, SIDES
 
 
 class Node(NamedTuple):
@@ -131,6 +132,26 @@ class Graph:
     def flops(self) -> int:
         """The number of floating-point operations in one evaluation of the function."""
         return count_flops(self.nodes, range(len(self.nodes)))
+
+    @cached_property
+    def softcap(self) -> float | None:
+        """The cap c > 0 if the function is exactly ``c * tanh(score / c)``, otherwise None."""
+        cap, n = self._scaled(self.root)
+        if self.nodes[self.root].op == "div" or self.nodes[n].op != "tanh":
+            return None
+        inverse, n = self._scaled(self.nodes[n].args[0])
+        exact = cap > 0 and cap * inverse == 1  # otherwise score * inverse is rounded differently
+        return float(cap) if exact and self.nodes[n].value == SCORE else None
+
+    def _scaled(self, n: int) -> tuple[Fraction, int]:
+        """Return a factor and a node: node `n` is their product, or the node itself times 1."""
+        node = self.nodes[n]
+        if node.op in ("mul", "div"):
+            for constant, other in (node.args[::-1], node.args)[: 2 if node.op == "mul" else 1]:
+                value = self.nodes[constant].value
+                if self.nodes[constant].op == "const" and value and math.isfinite(value):
+                    return Fraction(value) ** (1 if node.op == "mul" else -1), other
+        return Fraction(1), n
 
     def evaluate(
         self, given: Mapping[str, Any], arrays: Iterable[Any], dtype: str = "float64"

@@ -404,8 +404,9 @@ def _bounds(
         (a, b), (c, d) = args
         safe = (a >= 0) & (c >= 0)
         one = (a == b) & (c == d)
+        whole = safe & (c == d) & (c & (c + 1) == 0) & (b <= c)  # every bit of the first is kept
         high = np.where(safe, np.minimum(b, d), none[1])
-        low = np.where(safe, 0, none[0])
+        low = np.where(whole, a, np.where(safe, 0, none[0]))
         result = np.where(one, a & c, low), np.where(one, a & c, high)
     elif op == "div":
         (a, b), (c, d) = args
@@ -438,9 +439,11 @@ def _divided(node: Node, a: Interval, b: Interval, none: Interval) -> Interval:
     if node.op == "floordiv":
         return np.where(one, low, none[0]), np.where(one, high, none[1])
     same = low == high
-    first, last = np.where(same, a[0] - low * by, 0), np.where(same, a[1] - low * by, by)
-    if node.kind == INT:
-        last = np.where(same, last, by - 1)
+    least, most = 0, by - 1
+    if node.kind == FLOAT:  # a - floor(a / b) * b has rounding errors
+        error = 2 * np.finfo(by.dtype).eps * np.maximum(np.abs(a[0]), np.abs(a[1]))
+        least, most = -error, by + error
+    first, last = np.where(same, a[0] - low * by, least), np.where(same, a[1] - low * by, most)
     return np.where(one, first, none[0]), np.where(one, last, none[1])
 
 

@@ -188,6 +188,22 @@ def _trunc(x: Any) -> Any:
     return _where(x < 0, _ceil(x), _floor(x))
 
 
+def _fmod(a: Any, b: Any) -> Any:
+    """Return the remainder that has the sign of a."""
+    rest = _recorder_of((a, b)).symbol("mod", abs(a), abs(b))
+    return _where(a < 0, -rest, rest)
+
+
+def _round(x: Any) -> Any:
+    """Round to the nearest integer, and a half to the nearest even one, as NumPy, torch and JAX."""
+    r = _recorder_of((x,))
+    if r.kind(x) != FLOAT:
+        return x
+    low = r.symbol("floor", x)
+    odd = low * 0.5 != r.symbol("floor", low * 0.5)
+    return _where((x - low > 0.5) | ((x - low == 0.5) & odd), low + 1, low)
+
+
 def _turned(name: str) -> Callable[..., Any]:
     """Return a function that swaps arguments, to record a > b as b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
@@ -225,7 +241,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     },
     **{"expit": _sigmoid, "relu": _relu, "sign": _sign},
     **{"clamp_min": _clamp_min, "clamp_max": _clamp_max},
-    "trunc": _trunc,
+    **{"trunc": _trunc, "fmod": _fmod, "rem": _fmod},
+    **dict.fromkeys(("round", "rint", "around"), _round),
+    "isnan": lambda x: _recorder_of((x,)).symbol("ne", x, x),
+    "isinf": lambda x: _recorder_of((x,)).symbol("eq", abs(x), math.inf),
+    "isfinite": lambda x: _recorder_of((x,)).symbol("lt", abs(x), math.inf),
     **{"leaky_relu": _leaky_relu, "masked_fill": _masked_fill},
     **{"square": lambda x: _pow(x, 2), "softplus": _softplus, "gelu": _gelu},
     "logaddexp": lambda a, b: _max(a, b) + _softplus(-abs(a - b)),

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.errors import FunctionError
+
 BOOL, INT, FLOAT = "b", "i", "f"
 RANK = {BOOL: 0, INT: 1, FLOAT: 2}
 #: The arguments of a score function. A mask function has all except the score.
@@ -21,6 +23,23 @@ ELEMENTS = {
     **{"bool": BOOL, "int8": INT, "uint8": INT, "int16": INT, "int32": INT, "int64": INT},
     **{"float16": FLOAT, "bfloat16": FLOAT, "float32": FLOAT, "float64": FLOAT},
 }
+
+
+def narrow_type(dtype: Any) -> Any:
+    """Return the NumPy dtype of integers of fewer than 32 bits, and None for any other dtype."""
+    name = str(dtype).rpartition(".")[2]
+    return np.dtype(name) if name in ("int8", "uint8", "int16") else None
+
+
+def kind_of(dtype: Any) -> tuple[str, Any]:
+    """Return the kind (boolean, integer or float) and the narrow type of a dtype or its name."""
+    name = str(np.dtype(dtype)) if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
+    if name not in ELEMENTS:
+        raise FunctionError(
+            f"a traced value cannot be converted to {name}; convert it to one of "
+            f"{', '.join(ELEMENTS)}"
+        )
+    return ELEMENTS[name], narrow_type(name)
 
 
 class Operation(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashsim.errors import FunctionError
 from flashsim.functions.names import FUNCTIONS, Traceable, by_name
-from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT
+from flashsim.functions.operations import BOOL, FLOAT, INT, kind_of, narrow_type
 
 
 def is_array(value: Any) -> bool:
@@ -23,28 +23,6 @@ def is_array(value: Any) -> bool:
 
 #: Device types of torch: the part of a device name before its number, as in "cuda:0".
 _DEVICES = {"cpu", "cuda", "hip", "hpu", "ipu", "meta", "mps", "mtia", "vulkan", "xla", "xpu"}
-
-
-#: Integer types narrower than 32 bits: the smallest number, and a mask of the type's bits.
-_NARROW = {"uint8": (0, 0xFF), "int8": (-0x80, 0xFF), "int16": (-0x8000, 0xFFFF)}
-
-
-def _converted(recorder: Any, value: Any, dtype: Any) -> Any:
-    """Return a symbol for a value after conversion to a dtype, a Python type or a type's name.
-
-    A conversion to a type narrower than 32 bits keeps the low bits, as in NumPy, torch and JAX.
-    """
-    name = str(np.dtype(dtype)) if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
-    if name not in ELEMENTS:
-        raise FunctionError(
-            f"a traced value cannot be converted to {name}; convert it to one of "
-            f"{', '.join(ELEMENTS)}"
-        )
-    symbol = recorder.cast(value, ELEMENTS[name])
-    if name not in _NARROW or recorder.kind(value) == BOOL:
-        return symbol
-    least, bits = _NARROW[name]
-    return ((symbol - least) & bits) + least
 
 
 def _operator(name: str, turned: bool = False) -> Any:
@@ -116,8 +94,9 @@ class _Arithmetic(Traceable):
 class Symbol(_Arithmetic):
     """Stands for a number that is unknown while a function is traced."""
 
-    def __init__(self, recorder: Any, node: int) -> None:
-        self._recorder, self._node = recorder, node
+    def __init__(self, recorder: Any, node: int, narrow: Any = None) -> None:
+        #: An integer's type if it has fewer than 32 bits, so that arithmetic wraps around.
+        self._recorder, self._node, self._narrow = recorder, node, narrow
 
     def __repr__(self) -> str:
         node = self._recorder.builder.nodes[self._node]
@@ -151,10 +130,10 @@ class Symbol(_Arithmetic):
     def dtype(self) -> Any:
         """The element type's name in NumPy."""
         kind = self._recorder.builder.nodes[self._node].kind
-        return np.dtype({BOOL: np.bool_, INT: np.int32, FLOAT: np.float32}[kind])
+        return self._narrow or np.dtype({BOOL: bool, INT: np.int32, FLOAT: np.float32}[kind])
 
     def __getitem__(self, key: Any) -> Symbol:
-        if key in ((), ...):
+        if key is Ellipsis or (isinstance(key, tuple) and not key):
             return self
         raise FunctionError(
             "a traced value is a single number, so it cannot be indexed; leave out the index"
@@ -170,10 +149,10 @@ class Symbol(_Arithmetic):
         """
         for x in (*args, *(keywords[n] for n in ("dtype",) if n in keywords)):
             if isinstance(x, Symbol):
-                return self._recorder.cast(self, self._recorder.kind(x))
+                return self._recorder.cast(self, self._recorder.kind(x), x._narrow)
             device = isinstance(x, str) and x.partition(":")[0] in _DEVICES
             if not (device or isinstance(x, bool)) and type(x).__name__ != "device":
-                return _converted(self._recorder, self, x)
+                return self._recorder.cast(self, *kind_of(x))
         return self
 
     type = astype = type_as = to
@@ -205,9 +184,8 @@ class Symbol(_Arithmetic):
                 "a function works on one score at a time, so it cannot make an array of shape "
                 f"{size}; compute with single numbers"
             )
-        if dtype is None:
-            return self._recorder.cast(value, self._recorder.kind(value))
-        return _converted(self._recorder, value, dtype)
+        kind = (self._recorder.kind(value),) if dtype is None else kind_of(dtype)
+        return self._recorder.cast(value, *kind)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
@@ -216,6 +194,41 @@ class Symbol(_Arithmetic):
                 "torch or math"
             )
         return functools.partial(FUNCTIONS[name], self)
+
+
+class PartlyIndexed(Symbol):
+    """A captured array with fewer indices than axes, such as bias[b]; it takes further indices."""
+
+    def __init__(self, array: Captured, indices: tuple[Any, ...]) -> None:
+        self._recorder, self._array, self._indices = array._recorder, array, indices
+        self._narrow = None
+
+    def __repr__(self) -> str:
+        return f"<{self._array._name} with {len(self._indices)} indices>"
+
+    def __getitem__(self, key: Any) -> Symbol:
+        return self._array[(*self._indices, *(key if isinstance(key, tuple) else (key,)))]
+
+    def __len__(self) -> int:  # type: ignore[override]
+        return self.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The lengths of the axes that have no index yet."""
+        return tuple(self._array._array.shape[len(self._indices) :])
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The number of axes that have no index yet."""
+        return len(self.shape)
+
+    @property
+    def _node(self) -> int:  # type: ignore[override]
+        raise FunctionError(
+            f"array {self._array._name} of shape {tuple(self._array._array.shape)} needs one "
+            f"index per axis, but has {len(self._indices)}; the function computes one score at a "
+            "time, so it cannot use a row: write one integer index per axis"
+        )
 
 
 class Captured(_Arithmetic):
@@ -232,11 +245,10 @@ class Captured(_Arithmetic):
         array, recorder = self._array, self._recorder
         if any(k is Ellipsis or k is None or isinstance(k, slice) for k in keys):
             keys, array = _without_slices(keys, array, self._name)
-        if len(keys) != len(array.shape):
+        if len(keys) > len(array.shape):
             raise FunctionError(
                 f"array {self._name} of shape {tuple(array.shape)} needs one index per axis, but "
-                f"has {len(keys)}; the function computes one score at a time, so it cannot use a "
-                "row: write one integer index per axis"
+                f"has {len(keys)}; write one integer index per axis"
             )
         for k in keys:
             if recorder.kind(k) == FLOAT:
@@ -244,10 +256,12 @@ class Captured(_Arithmetic):
                     f"an index of array {self._name} is a float; convert the index by "
                     ".to(torch.int32), or by .astype(int)"
                 )
+        if len(keys) < len(array.shape):
+            return PartlyIndexed(self, keys)
         spec = recorder.array(array, self._name)
         builder = recorder.builder
         indices = tuple(builder.cast(recorder.node(k), INT) for k in keys)
-        return Symbol(recorder, builder.load(spec, indices))
+        return Symbol(recorder, builder.load(spec, indices), narrow_type(array.dtype))
 
     def __bool__(self) -> bool:
         return bool(self._array)
@@ -330,6 +344,11 @@ def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> An
             "this torch function cannot be traced, because it reads an attribute that traced "
             "values do not have; use operators, where, minimum, maximum, abs, exp or tanh"
         )
+    if name == "round" and getattr(original, "__module__", "") == "jax.lax":
+        raise FunctionError(
+            "jax.lax.round cannot be traced, because it rounds 0.5 to 1; use jax.numpy.round, "
+            "which rounds it to 0"
+        )
     known = by_name(name)
     if known is None:
         raise FunctionError(
@@ -367,7 +386,7 @@ def _in_place(name: str, args: Any, keywords: dict[str, Any], result: Symbol) ->
         raise FunctionError(
             f"the function {name} would write a traced value to an array; use its result instead"
         )
-    target._node = result._node
+    target._node, target._narrow = result._node, result._narrow
     return target
 
 

@@ -18,7 +18,16 @@ import numpy as np
 from flashsim.errors import FlashSimError, FunctionError, shown
 from flashsim.functions.builder import Builder
 from flashsim.functions.graph import ArraySpec, Graph, needed
-from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INDICES, INT, OPERATIONS, SCORE
+from flashsim.functions.operations import (
+    BOOL,
+    ELEMENTS,
+    FLOAT,
+    INDICES,
+    INT,
+    OPERATIONS,
+    SCORE,
+    narrow_type,
+)
 from flashsim.functions.symbols import LIBRARIES, Captured, Symbol, TracedLibrary, either, is_array
 
 
@@ -242,15 +251,43 @@ class _Tracing:
                 "~, &, |, ^, << and >> take booleans and integers, got a float; convert it by "
                 ".to(torch.int32), or by .astype(int)"
             )
-        return Symbol(self, self.builder.op(name, *map(self.node, args)))
+        n, narrow = self.builder.op(name, *map(self.node, args)), self._narrow_type(args)
+        if narrow is None or self.builder.nodes[n].kind != INT:
+            return Symbol(self, n)
+        return Symbol(self, self._wrapped(n, narrow) if name in _WRAPS else n, narrow)
 
-    def cast(self, value: Any, kind: str) -> Symbol:
+    def cast(self, value: Any, kind: str, narrow: Any = None) -> Symbol:
         """Return a symbol for a value after conversion to a boolean, an integer or a float."""
-        return Symbol(self, self.builder.cast(self.node(value), kind))
+        n = self.builder.cast(self.node(value), kind)
+        if narrow is None or narrow == getattr(value, "_narrow", None):
+            return Symbol(self, n, narrow)
+        return Symbol(self, self._wrapped(n, narrow), narrow)
+
+    def _narrow_type(self, values: Iterable[Any]) -> Any:
+        """Return the common type of integers if it has fewer than 32 bits, as torch promotes."""
+        found = None
+        for x in values:
+            if isinstance(x, (bool, int, np.bool_)) or self.kind(x) == BOOL:
+                continue
+            own = narrow_type(x.dtype) if hasattr(x, "dtype") else None
+            if own is None:
+                return None
+            found = own if found is None else np.promote_types(own, found)
+        return found
+
+    def _wrapped(self, n: int, narrow: np.dtype) -> int:
+        """Return the number of a node that keeps the low bits of integer node `n`."""
+        build, limits = self.builder, np.iinfo(narrow)
+        low, bits = build.const(limits.min), build.const(limits.max - limits.min)
+        return build.op("add", build.op("bitand", build.op("sub", n, low), bits), low)
 
     def kind(self, value: Any) -> str:
         """Return the kind of a value: boolean, integer or float."""
         return self.builder.nodes[self.node(value)].kind
+
+
+#: Operations whose results may not fit in the type of their integers.
+_WRAPS = ("add", "sub", "mul", "neg", "abs", "shl")
 
 
 def _names(code: types.CodeType) -> set[str]:

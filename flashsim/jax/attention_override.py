@@ -133,7 +133,10 @@ def _four(x: Any, name: str, shape: tuple[int, ...]) -> Any:
 def _lengths(name: str, given: Any, batch: int) -> Any:
     if given is None:
         return None
-    lengths = jnp.asarray(given)
+    try:
+        lengths = jnp.asarray(given)
+    except (TypeError, OverflowError):
+        raise DTypeError(f"{name} must be integers, got {shown(given)}") from None
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ShapeError(
             f"{name} must be integers of shape ({batch},), one per batch entry, got "

@@ -103,7 +103,8 @@ def attention(
         known = _CHECKED.get(key) if key else None
         if known is not None:
             return known(q, k, v)
-    refuse_traced(causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse)
+    refuse_traced(causal=causal, window=window, softcap=softcap, scale=scale)
+    refuse_traced(return_lse=return_lse, deterministic=deterministic)
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"flashsim.jax.attention supports {' and '.join(ALGORITHMS)}, not {algorithm!r}; use "
@@ -125,6 +126,8 @@ def attention(
     asked = request._replace(score_mod=functions.get("score_mod"))
     given = inputs.prepare(q, k, v, asked, bias=bias, may_be_empty=True, on_cpu=False)
     p = given.problem
+    if p.score_mod is None:  # a function that only caps the scores became the softcap
+        functions.pop("score_mod", None)
     checked = {
         name: getattr(p, name) for name in ("causal", "window", "softcap", "scale", *OFFSETS)
     }
@@ -248,8 +251,8 @@ def _spread(x: Any, axes: frozenset[Any]) -> Any:
 
 
 def _known(offsets: Any) -> Any:
-    """Return the offsets of sequences as a tuple of integers; None and tracers stay unchanged."""
-    if offsets is None or isinstance(offsets, jax.core.Tracer):
+    """Return 1-D offsets of sequences as a tuple; None, tracers and wrong values stay unchanged."""
+    if offsets is None or isinstance(offsets, jax.core.Tracer) or np.ndim(offsets) != 1:
         return offsets
     return tuple(np.asarray(offsets).tolist())
 

@@ -36,15 +36,19 @@ def _integer(name: str, value: Any) -> int:
 
 def positive_int(name: str, value: Any) -> int:
     """Return `value` as an integer from 1 to 2**63 - 1."""
-    if not 1 <= _integer(name, value) <= LARGEST:
-        bound = "at least 1" if value < 1 else "at most 2**63 - 1"
+    return _at_least(1, name, value)
+
+
+def _at_least(low: int, name: str, value: Any) -> int:
+    if not low <= _integer(name, value) <= LARGEST:
+        bound = f"at least {low}" if value < low else "at most 2**63 - 1"
         raise ShapeError(f"{name} must be {bound}, got {shown(value)}")
     return int(value)
 
 
 def count(name: str, value: Any) -> int:
     """Return `value` as an integer from 0 to 2**63 - 1."""
-    return 0 if is_int(value) and value == 0 else positive_int(name, value)
+    return _at_least(0, name, value)
 
 
 def place(name: str, value: Any, among: int) -> int:

@@ -176,10 +176,11 @@ class Device:
         on_tensor = self.tensor_flops.get(dtype, 0.0) if tensor_cores else 0.0
         peak = on_tensor or self.cuda_flops.get(dtype, 0.0)
         if not peak:
-            raise OptionError(
-                f"{self.name} has no peak for dtype {dtype!r}; "
-                f"choose from {choices(dtype, sorted({*self.tensor_flops, *self.cuda_flops}))}"
-            )
+            named = sorted({*self.tensor_flops, *self.cuda_flops})
+            instead = f"choose from {choices(dtype, named)}"
+            if not named:
+                instead = "pass tensor_flops= or cuda_flops= to flashsim.Device, in FLOP/s by dtype"
+            raise OptionError(f"{self.name} has no peak for dtype {dtype!r}; {instead}")
         return peak
 
     def ridge(self, dtype: str) -> float:

@@ -140,7 +140,7 @@ def finite_difference(
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout}
     q, k, v, dout, bias, *_, dlse = _checked(problem, "float64", arrays, bias, dlse=dlse)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(checks.seed(seed))
     inputs = {"dq": q, "dk": k, "dv": v, **({} if bias is None else {"dbias": bias})}
     inputs = {name: x.astype(np.float64) for name, x in inputs.items()}
     exact = gradients(q, k, v, dout, problem, dlse=dlse, bias=bias)

@@ -207,6 +207,7 @@ class Problem:
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         put("softcap", self._factor("softcap", self.softcap, low=0.0))
         put("scale", self._factor("scale", scale))
+        self._name_softcap(put)
         put("shared_prefix", checks.count("shared_prefix", self.shared_prefix))
         self._check_sequences(put)
         if self.page_size is not None:
@@ -243,15 +244,28 @@ class Problem:
                 "frozen dataclass, which are hashable"
             ) from None
 
+    def _name_softcap(self, put: Callable[[str, Any], None]) -> None:
+        """Trace the score function; one that only caps the scores becomes the option `softcap`.
+
+        Kernels compute the option faster, and more of them support it.
+        """
+        if self.score_mod is None:
+            return
+        graph = self.score_mod
+        put("score_mod", graph if isinstance(graph, Graph) else trace_score(graph).graph)
+        cap, limits = self.score_mod.softcap, np.finfo(self.compute_dtype)
+        alone = self.bias is None and not self.softcap  # both come before the function
+        if cap is not None and alone and float(limits.tiny) <= cap <= float(limits.max):
+            put("softcap", cap)
+            put("score_mod", None)
+
     def _check_functions(self, put: Callable[[str, Any], None]) -> None:
-        """Trace the score and mask functions, and check that captured arrays are large enough."""
+        """Trace the mask function, and check that captured arrays are large enough."""
         put("sinks", checks.flag("sinks", self.sinks))
         if self.mask_mod is not None:
             put("mask_mod", MaskFunction.of(self.mask_mod))
             check_extents(self.mask_mod.graph, **self._extents())
         if self.score_mod is not None:
-            graph = self.score_mod
-            put("score_mod", graph if isinstance(graph, Graph) else trace_score(graph).graph)
             check_extents(self.score_mod, **self._extents())
         able = [] if self.score_mod is None else [a.name for a in self.score_mod.differentiable]
         wanted = tuple(self.score_grads)

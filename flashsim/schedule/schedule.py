@@ -299,12 +299,19 @@ class Schedule(Grid):
 
         `part` selects one part of a row tile's keys: of n visits in P parts, part p has the visits
         ``n p // P`` up to, but not including, ``n (p + 1) // P``.
+
+        Raises
+        ------
+        OptionError
+            If there is no outer step or part with this number.
         """
         by_row = self.outer == "queries"
         ptr, inner, kind = self.row_csr if by_row else self.col_csr
+        outer = checks.place("outer", outer, len(ptr) - 1)
         first, last = int(ptr[outer]), int(ptr[outer + 1])
         if part is not None:
-            first, last = cut(first, last, part, int(self.part_counts[outer]))
+            parts = int(self.part_counts[outer])
+            first, last = cut(first, last, checks.place("part", part, parts), parts)
         for v in range(first, last):
             i, j = (outer, int(inner[v])) if by_row else (int(inner[v]), outer)
             yield Visit(self, v, i, j, self.row_slice(i), self.col_slice(j), int(kind[v]))

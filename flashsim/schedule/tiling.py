@@ -223,7 +223,11 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> Tiling:
-        """Return the tiling that fits on chip and moves the fewest bytes between HBM and SRAM.
+        """Return the tiling that fits on chip and, without a mask, moves the fewest bytes.
+
+        The bytes are those between HBM and SRAM. The choice ignores masks: under a window or a
+        causal mask, smaller tiles can move fewer bytes, because they skip more of the scores. It
+        also ignores that tiles change the number of splits, if an algorithm splits keys.
 
         Only the tile side of the *outer* loop reduces HBM traffic. In a Q-outer loop, K and V are
         read once for each of the ``n_q / block_q`` row tiles. In a KV-outer loop, Q (and O) are

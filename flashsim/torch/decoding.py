@@ -12,9 +12,10 @@ from torch import Tensor
 from flashsim.api import execution
 from flashsim.api.arrays import name_of
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError, own_errors
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.torch import direct, ops
-from flashsim.torch.functional import autocast
+from flashsim.torch.functional import autocast, taken
 from flashsim.torch.ops import readable
 
 
@@ -82,12 +83,19 @@ def decode(
     if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
         kinds = ", ".join(type(x).__name__ for x in (q, k_cache, v_cache))
         raise DTypeError(f"q, k_cache and v_cache must be tensors, got {kinds}")
+    if q.ndim != 4:
+        raise ShapeError(f"q must be (batch, heads, n_q, head_dim), got {tuple(q.shape)}")
+    if not q.layout == k_cache.layout == v_cache.layout == torch.strided:
+        taken(q=q, k_cache=k_cache, v_cache=v_cache)  # raises
+    causal, return_lse = checks.flag("causal", causal), checks.flag("return_lse", return_lse)
+    splits = 0 if splits is None else checks.count("splits", splits)
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         q, k_cache, v_cache = map(autocast, (q, k_cache, v_cache))
     lengths = integers("cache_seqlens", cache_seqlens, q)
     starts = integers("cache_starts", cache_starts, q)
     entries = integers("cache_batch_idx", cache_batch_idx, q)
-    left, right = (-1, -1) if window is None else window
+    sides = window if torch.compiler.is_compiling() else checks.window(window)  # not of symbols
+    left, right = sides or (-1, -1)
     run: Any = (operator := torch.ops.flashsim.decode.default)
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not q.is_meta:
         plain = type(q) is type(k_cache) is type(v_cache) is Tensor
@@ -99,7 +107,7 @@ def decode(
             _refuse_transforms(q, k_cache, v_cache)
     out, lse = run(
         *(q, k_cache, v_cache, lengths, block_table, starts, entries),
-        *(causal, left, right, softcap, scale, splits or 0),
+        *(causal, left, right, softcap, scale, splits),
     )
     return (out, lse) if return_lse else out
 
@@ -108,7 +116,9 @@ def integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     """Return an int32 tensor on q's device with one integer per sequence; None stays None."""
     if given is None:
         return None
-    if isinstance(given, int) and not isinstance(given, bool):
+    if checks.is_int(given):
+        if not -(2**31) <= given < 2**31:
+            raise ShapeError(f"{name} must fit in 32 bits, got {given}")
         given = torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)
     elif not isinstance(given, Tensor):
         given = torch.tensor(given, device=q.device)
@@ -299,12 +309,14 @@ def live(
     Also return the offsets of the sequences. The caches and the table are those of `decode`. Starts
     and stops outside a sequence's room in the cache count as the nearest end of it.
     """
+    if table is not None and not k.shape[2]:
+        raise ShapeError(f"a page must hold at least one key, got pages of shape {tuple(k.shape)}")
     packed, room = [], k.shape[2] * (1 if table is None else table.shape[1])
     stops = [min(max(stop, 0), room) for stop in stops]
     pairs = zip(starts or (0,) * len(stops), stops, strict=True)
     begins = [min(max(start, 0), stop) for start, stop in pairs]
     if entries is not None:
-        numbers = torch.tensor(entries)
+        numbers = torch.tensor(entries, device="cpu")
         check_within("cache_batch_idx must select the caches' entries", numbers, k.shape[0])
     for x in (k, v):
         parts = []

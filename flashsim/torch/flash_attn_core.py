@@ -350,8 +350,8 @@ def _kept_rows(
     """Return the indices of rows in use (None: all rows), and sequence offsets among these rows."""
     if used is None:
         return None, of
-    rows = [torch.arange(a, a + n) for a, n in zip(of, used, strict=False)]
-    return torch.cat(rows).to(device), tuple(accumulate(used, initial=0))
+    rows = [torch.arange(a, a + n, device=device) for a, n in zip(of, used, strict=False)]
+    return torch.cat(rows), tuple(accumulate(used, initial=0))
 
 
 def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | None:

@@ -6,13 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from flashsim.errors import MaskError, OptionError, ShapeError, UnsupportedError, shown
+from flashsim.errors import (
+    DTypeError,
+    MaskError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+    shown,
+)
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.tracing import trace_mask, trace_score
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tables import FULL
@@ -34,6 +44,7 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
     *,
+    return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -58,6 +69,8 @@ def flex_attention(
         Return ``(out, lse)``; both have gradients.
     kernel_options : dict, optional
         Options of torch's kernels, which are ignored here.
+    return_aux : AuxRequest, optional
+        Return ``(out, AuxOutput)``, as in torch; ``AuxRequest(lse=True)`` requests the LSE.
     sinks : Tensor, (heads,), optional
         A learnable score per head without a value, as in GPT-OSS.
     backend : str, optional
@@ -68,6 +81,10 @@ def flex_attention(
     FlashSimError
         If a function cannot be traced, the error is a `FunctionError`, which names the line.
     """
+    enable_gqa = checks.flag("enable_gqa", enable_gqa)
+    return_lse = checks.flag("return_lse", return_lse)
+    if return_aux is not None:
+        _check_aux(return_aux, return_lse)
     query, key, value = taken(query=query, key=key, value=value)
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise ShapeError(
@@ -88,7 +105,24 @@ def flex_attention(
     attend = _compiled if compiles else uncompiled
     backend = default_backend(query) if backend is None else backend
     out, lse = attend((query, key, value), score_mod, block_mask, scale, sinks, backend)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+def _check_aux(return_aux: Any, return_lse: bool) -> None:
+    if not isinstance(return_aux, AuxRequest):
+        raise DTypeError(f"return_aux must be an AuxRequest, got {shown(return_aux)}")
+    if return_lse:
+        raise OptionError(
+            "return_lse and return_aux were both passed; pass only "
+            "return_aux=AuxRequest(lse=True), because torch deprecates return_lse"
+        )
+    if return_aux.max_scores:
+        raise UnsupportedError(
+            "flashsim.torch.flex_attention does not return the largest scores; pass "
+            "return_aux=AuxRequest(lse=True)"
+        )
 
 
 def uncompiled(
@@ -253,11 +287,12 @@ def _same_tiles(mask: MaskFunction, block_mask: Any, query: Tensor, key: Tensor)
         *(query.shape[2], key.shape[2]), batch=query.shape[0], heads=query.shape[1], mask_mod=mask
     )
     schedule = Schedule(problem, Tiling(*block_mask.BLOCK_SIZE))
-    ptr, col, kind = (torch.tensor(x).long() for x in schedule.row_csr)
-    visited, whole = torch.zeros((2, schedule.t_r, schedule.t_c), dtype=torch.bool)
-    at = torch.repeat_interleave(ptr.diff()), col
+    ptr, col, kind = schedule.row_csr
+    visited, whole = np.zeros((2, schedule.t_r, schedule.t_c), bool)
+    at = np.repeat(np.arange(schedule.t_r), np.diff(ptr)), col
     visited[at], whole[at] = True, kind == FULL
     listed, full = (
-        x.flatten(0, 1)[:, : schedule.t_r, : schedule.t_c].cpu() for x in _blocks(block_mask)
+        x.flatten(0, 1)[:, : schedule.t_r, : schedule.t_c].cpu().numpy()
+        for x in _blocks(block_mask)
     )
     return bool((listed == visited).all() & (full <= whole).all())

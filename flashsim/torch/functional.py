@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ def attention(
     """
     if unknown:
         reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
+    return_lse = checks.flag("return_lse", return_lse)
     plain, key = bias is sinks is cu_seqlens_q is cu_seqlens_k is None, ()
     if plain and not torch.compiler.is_compiling():
         if torch._C._is_any_autocast_enabled():
@@ -191,10 +192,10 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
     if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
         return cu_seqlens
     if not torch.compiler.is_compiling():
-        values = [*cu_seqlens] if isinstance(cu_seqlens, Iterable) else [cu_seqlens]
-        if not all(checks.is_int(x) for x in values):
+        whole = isinstance(cu_seqlens, Iterable) and not isinstance(cu_seqlens, Mapping)
+        if not whole or not all(checks.is_int(x) and abs(x) < 2**63 for x in cu_seqlens):
             raise ShapeError(f"{name} must be a list of integer offsets, got {shown(cu_seqlens)}")
-    return torch.tensor(cu_seqlens, dtype=torch.int64)
+    return torch.tensor(cu_seqlens, dtype=torch.int64, device="cpu")
 
 
 def _without_heads(*qkv: Tensor) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_utils
+from transformers.utils import output_capturing
 
 from flashsim.errors import UnsupportedError
 from flashsim.torch import hugging_face_packed
@@ -84,6 +85,7 @@ def attend(
         and not dropout
         and position_bias is None
         and _SPECIAL.isdisjoint(rest)
+        and not _records_probabilities()
     ):  # the usual call of a layer, in as little of the host's time as possible
         causal, window = attention_mask.causal, attention_mask.window
         ordered = torch.are_deterministic_algorithms_enabled()
@@ -257,12 +259,21 @@ _REFUSED = {
 _SPECIAL = frozenset((*_SINKS, "cu_seq_lens_q", *_REFUSED))
 
 
+def _records_probabilities() -> bool:
+    """Return True if the model shall return the probabilities; some models do not tell layers."""
+    if torch.compiler.is_compiling():
+        return False
+    return any("attentions" in name for name in output_capturing._active_collector.get() or ())
+
+
 def _refuse(dropout: float, rest: dict[str, Any]) -> None:
     if dropout:
         raise UnsupportedError(
             f"flashsim's attention has no dropout, got dropout={dropout}; set the model's "
             "attention dropout to 0, or call model.eval()"
         )
+    if _records_probabilities():
+        rest = {**rest, "output_attentions": True}
     for name, what in _REFUSED.items():
         given = rest.get(name)
         if given is not None and given is not False:

@@ -196,8 +196,9 @@ class Trace(Recording, questions.Answers):
     def cumulative(self) -> np.ndarray:
         """Return one head's cumulative requested bytes after each visit, over all stages.
 
-        Entry v of the result is the total after v visits. Bytes outside visits are added to the
-        next visit or, at the end of a stage, to the stage's last visit.
+        Entry v of the result is the total after v visits, where a stage without visits, such as
+        that of delta, counts as one visit. Bytes outside visits are added to the next visit or, at
+        the end of a stage, to the stage's last visit.
         """
         per_visit = [np.zeros(1, np.int64)]
         for stage in self.stages:
@@ -227,13 +228,20 @@ class Trace(Recording, questions.Answers):
         Raises
         ------
         TraceError
-            If `step` or `head` is out of range.
+            If `step` or `head` is out of range, or the trace has no visits.
         """
         heads, visits = self.problem.batch * self.problem.heads, self.n_visits
+        if not visits:
+            raise TraceError(
+                "this trace has no visits, and so no frames: the mask leaves no query a key"
+            )
         if not checks.is_int(step) or not -visits <= step < visits:
-            raise TraceError(f"step= must be between 0 and {visits - 1}, got {shown(step)}")
+            raise TraceError(
+                f"step= must be from 0 to {visits - 1}, or from -{visits} to -1 to count from the "
+                f"last visit, got {shown(step)}"
+            )
         if not checks.is_int(head) or not 0 <= head < heads:
-            raise TraceError(f"head= must be between 0 and {heads - 1}, got {shown(head)}")
+            raise TraceError(f"head= must be from 0 to {heads - 1}, got {shown(head)}")
         return self._walk.frame(step % visits, head)
 
     # -- comparisons ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import inspect
 import pickle
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
 import flashsim
@@ -72,6 +73,8 @@ def test_what_was_wrong_what_was_given_what_there_is():
         Tiling(1, block_q=2, block_k=3)
     with pytest.raises(UnknownArgumentError, match="here it is called algorithm"):
         flashsim.count(algo="flash1")
+    with pytest.raises(UnknownArgumentError, match=r"got: <ndarray float32 \(64, 16\)>; its"):
+        flashsim.run(np.random.default_rng(0).random((64, 16), np.float32))
 
 
 def test_a_mistake_inside_is_not_taken_for_one_in_the_call():

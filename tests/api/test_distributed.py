@@ -51,6 +51,17 @@ def test_ranks_together_compute_what_one_does_and_move_what_is_counted(scheme, r
     check(scheme, ranks, causal)
 
 
+def test_results_have_as_many_axes_as_the_inputs():
+    q, k, v, dout = (x[0] for x in arrays())
+    for at in ((), (0,)):  # three axes, two axes
+        spread = run(q[at], k[at], v[at], ranks=2)
+        gradients = spread.backward(dout[at])
+        assert spread.out.shape == dout[at].shape
+        assert spread.lse.shape == dout[at].shape[:-1]
+        assert gradients.dq.shape == q[at].shape
+        assert gradients.dv.shape == v[at].shape
+
+
 def test_fewer_key_heads_and_teams_in_a_ring():
     spread, _ = check("usp", 6, True, kv_heads=2)
     assert (spread.group.ulysses, spread.group.ring) == (2, 3)

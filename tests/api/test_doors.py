@@ -244,7 +244,7 @@ TAKES = {
     predict.predict: {
         NOTHING: "problem direction algorithm device splits",
         "None": "kernels tiling constants",
-        "None {} {'x':1}": "heads_in_group",
+        "None {}": "heads_in_group",
         f"None {FLAGS}": "pack_gqa",
     },
     reproduce.tables: {NOTHING: "name"},
@@ -308,6 +308,7 @@ def test_a_right_answer_or_an_error_of_ours(case, tmp_path, monkeypatch):
 
 
 R = flashsim.run(X, X, X, tiling=T, trace=True)
+EMPTY = flashsim.run(X, X, X, mask=lambda q, k: q < 0 * k, tiling=T, trace=True)
 PAGES = np.zeros((2, 1, 4, 16), np.float32)
 HUGE = np.array([[2**64 - 1]], np.uint64)
 
@@ -318,10 +319,13 @@ load_sample_trace("h200") -> OptionError: unknown trace 'h200'; ... choose from 
 warm(direction="sideways") -> OptionError: unknown direction 'sideways'
 warm(algorithm="flash1") -> OptionError: unknown algorithm 'flash1'
 compare(X, X, X, backward_tiling=T) -> OptionError: pass dout
-flashsim.sweep(range(1, 10**18)) -> OptionError: n_q has more than 10,000,000 points
-flashsim.sweep(itertools.count(1)) -> OptionError: n_q has more than 10,000,000 points
+flashsim.sweep() -> OptionError: sweep() needs the query lengths; pass n_q=
+flashsim.sweep(64, device=[Device("x", 9999, 9999), Device("x", 9999, 9999, sm_count=2)])
+    -> OptionError: device has different devices with one name, 'x'
+flashsim.sweep(range(1, 10**18)) -> OptionError: n_q has more than 1,000,000 points
+flashsim.sweep(itertools.count(1)) -> OptionError: n_q has more than 1,000,000 points
 flashsim.sweep(range(1, 10**5), head_dim=range(1, 577))
-    -> OptionError: a sweep has more than 10,000,000 points
+    -> OptionError: a sweep has more than 1,000,000 points
 random_inputs(Problem(2**50)) -> OptionError: this machine has too little memory for q, k, v
 random_inputs(Problem(2**62, batch=2**40)) -> OptionError: too little memory for q
 count(Problem(2**24, mask=lambda q, k: q >= k), tiling=Tiling(64, 64))
@@ -331,8 +335,11 @@ merge(*[np.ones((4, 8), int), np.ones(4, np.float32)] * 2)
     -> OptionError: unknown dtype of out_a 'int64'
 R.trace.diff("x") -> DTypeError: needs a Trace or a Traffic, got 'x'
 R.trace.same_events(COUNTED) -> DTypeError: other must be a flashsim.Trace
-R.trace.frame("x") -> TraceError: step= must be between 0 and 3, got 'x'
-R.trace.frame(0, 1) -> TraceError: head= must be between 0 and 0, got 1
+R.trace.frame("x") -> TraceError: step= must be from 0 to 3, ... got 'x'
+EMPTY.trace.frame(0) -> TraceError: this trace has no visits, and so no frames
+R.trace.frame(0, 1) -> TraceError: head= must be from 0 to 0, got 1
+list(R.trace.schedule.visits(-1)) -> OptionError: outer must be from 0 to 1, got -1
+list(R.trace.schedule.visits(0, 1)) -> OptionError: part must be from 0 to 0, got 1
 R.trace.to_perfetto(".") -> OptionError: it is a folder; name a file
 R.trace.to_perfetto(3) -> DTypeError: path must be the path of a file, got 3
 run(q=X.astype(">f4"), k=X.astype(">f4"), v=X.astype(">f4"))

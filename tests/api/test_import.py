@@ -211,6 +211,12 @@ def test_a_floor_plan_can_be_taken_in_at_a_glance(folder, most):
     assert len(names) <= most, sorted(names)
 
 
+def test_every_error_is_public():
+    kinds = {x for x in vars(flashsim.errors).values() if isinstance(x, type)}
+    errors = {x.__name__ for x in kinds if issubclass(x, flashsim.FlashSimError)}
+    assert errors <= set(flashsim.__all__)
+
+
 def test_public_names_exist_and_are_sorted():
     assert flashsim.__all__ == sorted(flashsim.__all__)
     for name in flashsim.__all__:

@@ -150,6 +150,8 @@ Device('mine', sram_bytes=1, sram_per_sm=1, hbm_bandwidth=-1.0)
     -> OptionError: Device.hbm_bandwidth must be finite and at least 0, got -1.0
 Device.get('T4').peak('bfloat16')
     -> OptionError: T4 has no peak for dtype 'bfloat16' ... choose from float16, float32, float64
+Device('mine', 9999, 9999).peak('float32')
+    -> OptionError: mine has no peak for dtype 'float32'; pass tensor_flops= or cuda_flops=
 run(mask=np.ones((8, 8), bool))
     -> MaskError: mask must be a function mask(q_index, k_index), got ndarray ... block_mask ...
     bias

@@ -128,6 +128,16 @@ def test_options_that_contradict_each_other_are_a_status_too(axes, told):
     assert bad.startswith(told)
 
 
+def test_a_tile_that_fits_is_that_of_count_with_packed_heads_too():
+    shape = {"n_kv": 3000, "heads": 4, "kv_heads": 1, "dtype": "bfloat16"}
+    how = {"algorithm": "flash-decode", "device": "V100"}
+    (row,) = flashsim.sweep([100], **shape, **how)
+    counted = flashsim.count(flashsim.Problem(100, **shape), **how)
+    assert row["status"] == "ok"
+    assert Tiling(row["block_q"], row["block_k"]) == counted.tiling
+    assert row["requested_bytes"] == counted.bytes()
+
+
 def test_running_out_of_memory_is_a_status(monkeypatch):
     def exhausted(problem):
         raise MemoryError("Unable to allocate 64.0 TiB")
@@ -148,7 +158,7 @@ def test_too_many_values_are_refused_before_they_are_listed():
             pytest.fail("the values were listed")
 
     for values in (Long(), range(10**30)):
-        with pytest.raises(FlashSimError, match="n_q has more than 10,000,000 points"):
+        with pytest.raises(FlashSimError, match="n_q has more than 1,000,000 points"):
             flashsim.sweep(n_q=values)
 
 
@@ -176,7 +186,7 @@ test_an_axis_no_point_could_have_is_refused = refuses(r"""
 swept([]) -> OptionError: n_q has no values
 swept(0) -> OptionError: n_q must be at least 1, got 0
 swept(64.5) -> DTypeError: n_q must be an integer or a list of integers, got 64.5 (float)
-swept(None) -> OptionError: n= is another name of n_q=, so sweep() takes only one
+swept(None) -> OptionError: sweep() needs the query lengths; pass n_q=
 swept(n_q=64) -> OptionError: n= is another name of n_q=, so sweep() takes only one
 swept(algorithm="flsh2") -> OptionError: unknown algorithm 'flsh2' ... did you mean 'flash2'
 swept(direction=["forward", "back"])
@@ -363,6 +373,7 @@ def test_tables_hold_every_figure_and_people_see_what_varies():
     assert table.rows[0][:4] == [64, "32 x 32", "32 x 32", result.rows[0]["load_bytes"]]
     assert table.rows[3] == [1024, "1024 x 1024", *[None] * 10, "SramOverflow"]
     assert "SramOverflow" in str(result)
+    assert table.note.startswith("1 of 4 points without figures: SramOverflow: in stage")
     assert ">SramOverflow</td>" in result._repr_html_()
     assert repr(result) == "<Sweep: 4 points, 1 without figures>"
 

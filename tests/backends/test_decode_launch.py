@@ -444,7 +444,7 @@ with_prefix("one query", trace=True)
 with_prefix("four, causal, pages", spoil=True, shared_prefix=64)
     -> OptionError: block_table[1, 2] must be page  ... first 64 keys
 with_prefix("four, causal, pages", shared_prefix=-1)
-    -> ShapeError: shared_prefix must be at least 1, got -1
+    -> ShapeError: shared_prefix must be at least 0, got -1
 lengths_of([1, 2, 3]) -> ShapeError: must be 2 integers, one per batch entry, got
 lengths_of([1, 65])
     -> OptionError: cache_seqlens[1] must be from 0 to 64, ... keys in the cache, got 65

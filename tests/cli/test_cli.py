@@ -123,6 +123,7 @@ def test_help_all_of_another_program_is_not_ours(tmp_path):
     script = tmp_path / "program.py"
     script.write_text("import sys; print(sys.argv[1:])")
     assert "--help-all" in _words(found(["watch"])[0], [str(script), "--", "--help-all"])
+    assert "--help-all" in _words(found(["watch"])[0], [str(script), "--help-all"])
     assert "--help-all" not in _words(found(["watch"])[0], ["--help-all"])
 
 
@@ -418,6 +419,8 @@ def test_a_trace_is_saved_and_shown(tmp_path):
         **{"head": 0, "i": 0, "j": -1, "visit": -1, "bytes": 32 * 16 * 4},
     }
     assert sum(e["bytes"] for e in records("trace", "show", file, "--events") if e["op"] == "load")
+    whole = ok("trace", "show", file, "--events", "--limit", 10**6)
+    assert f"{trace.n_events:,} events, all" in whole
 
 
 # -- errors ---------------------------------------------------------------------------------------

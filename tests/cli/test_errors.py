@@ -29,7 +29,12 @@ study walkthrough softmax --logits '' -> --logits takes values separated by comm
 run --demo-data layer1 -> unknown sample 'layer1'
 run --demo-data layer0 -n 9 -> leave out --n-q
 run --demo-data layer0 --input x -> pass only one of them
-run --input nowhere.npz -> No such file
+run --input nowhere.npz -> cannot read 'nowhere.npz': No such file
+run --input HERE -> is not an .npz file of plain arrays (it is not a zip archive)
+run --demo-data layer0 --seed 1 -> --seed only draws the gradient of a backward pass
+compare --demo-data layer0 --seed 1 -> --seed only draws the gradient of a backward pass
+plot traffic --demo-data layer0 --seed 1 -o x.png
+    -> --seed only draws the gradient of a backward pass
 compare --algorithm '' -> unknown algorithm ''
 count --heads 6 --kv-heads 4 -> query heads must be a multiple
 count --json --csv -> different formats
@@ -73,6 +78,9 @@ study dram -n 64 --splits 2 -> 'flash2' does not take splits
 compare -n 64 --seed 1
     -> --seed has no effect with counting by formula, which needs no tensors (--execute does)
 sweep -n 64 -t 16x16 --causal --mask full,causal -> pass only one of them
+sweep -n 64 -t 16x16 --causal --mask full -> pass only one of them
+roofline -n 64 --seconds 1 -> --seconds is the time of one algorithm, but 2 are shown
+study blocks --stages dkdv=64x64,dq=64x64 --direction forward -> leave out --direction forward
 study dram --launch random -> choose from head-first
 verify -> Nsight Compute
 verify --seed 3 -> --seed has no effect with a run without --soak

@@ -77,7 +77,7 @@ def test_a_sweep_that_simulates_for_minutes_says_so(monkeypatch):
     assert invoke(*words, "run", "-n", "8,64").stderr == ""
     assert invoke(*words, "count", "-n", "32768").stderr == ""
     long = invoke(*words, "run", "-n", "8192,16384")
-    assert re.search(r"simulating, about \d+ min of one core in all", long.stderr)
+    assert re.search(r"sweeping [\d,]+ points, about \d+ min of one core", long.stderr)
 
 
 def test_a_point_of_a_sweep_beyond_the_machines_memory_is_not_begun(monkeypatch):

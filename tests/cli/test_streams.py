@@ -12,7 +12,7 @@ import time
 import numba
 import numpy as np
 import pytest
-from commands import ok, refused
+from commands import not_right, ok, refused
 
 import flashsim
 from flashsim import cli, report
@@ -238,7 +238,7 @@ def test_what_a_student_prints_is_shown_and_not_obeyed(tmp_path, monkeypatch):
         return marks, trace
 
     monkeypatch.setattr(submissions, "grade_file", escaping)
-    said = ok("exercise grade", file)
+    said = not_right("exercise grade", file)
     assert r"a\x1b]0;title\x07b" in said
     assert "\x1b" not in said
 

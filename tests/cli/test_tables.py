@@ -23,7 +23,7 @@ COMMANDS = {
     "trace": ("trace", "show", "h200-backward"),
     "dram": ("study dram", *SMALL, "--direction", "backward", "--kv-heads", "1"),
     "dram over sizes": ("study dram", *SMALL, "--l2-sizes", "0.01,1,50"),
-    "roofline": ("roofline", *SMALL, "--seconds", "0.001"),
+    "roofline": ("roofline", *SMALL, "-a", "flash2", "--seconds", "0.001"),
     "ladder": ("study ladder", "-n", "64"),
     "predict": ("predict", *BIG, "--direction", "backward"),
     "reproduce": ("study reproduce",),

@@ -135,7 +135,7 @@ run(OTHER, shared_prefix=16)
     -> OptionError: same in all batch entries, but those of k[2] differ from those of k[0]
 run(shared_prefix=22)
     -> OptionError: shared_prefix= must be ... , got 22, but entry 0 has only 20 keys
-run(shared_prefix=-1) -> ShapeError: shared_prefix must be at least 1
+run(shared_prefix=-1) -> ShapeError: shared_prefix must be at least 0
 run(shared_prefix=16, window=(9, -1)) -> UnsupportedError: cannot be combined with window
 run(shared_prefix=16, mask=lambda q, k: q >= k)
     -> UnsupportedError: cannot be combined with mask

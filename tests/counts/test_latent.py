@@ -80,7 +80,8 @@ run(X.q, X.k, None, head_dim_v=13, algorithm=DECODE)
     -> ShapeError: must be at most 12, ... got 13
 Problem(1, 40, 8, 9, latent=True) -> ShapeError: head_dim_v must be at most head_dim=8, ... , got 9
 count(MLA) -> UnsupportedError: 'flash2' loads K and V separately
-run(X.q, X.k, None, head_dim_v=8) -> OptionError: 'flash2' does not take head_dim_v
+run(X.q, X.k, None, head_dim_v=8)
+    -> OptionError: 'flash2' does not take head_dim_v, because only decoding does; use
 """)
 
 

@@ -277,6 +277,31 @@ def test_a_named_option_and_its_function_are_the_same():
             assert np.allclose(one.backward(dout).dk, other.backward(dout).dk, atol=1e-5)
 
 
+CAPS = {
+    "by a division": (lambda s, b, h, q, k: 30 * np.tanh(s / 30), 30.0),
+    "on the right": (lambda s, b, h, q, k: np.tanh(s / 0.3) * 0.3, 0.3),
+    "by an exact reciprocal": (lambda s, b, h, q, k: 8 * np.tanh(0.125 * s), 8.0),
+    "at 1": (lambda s, b, h, q, k: np.tanh(s), 1.0),
+    "by another reciprocal": (lambda s, b, h, q, k: 30 * np.tanh(s * (1 / 30)), None),
+    "by another cap": (lambda s, b, h, q, k: 30 * np.tanh(s / 20), None),
+    "below 0": (lambda s, b, h, q, k: -30 * np.tanh(s / -30), None),
+    "by infinity": (lambda s, b, h, q, k: np.inf * np.tanh(s / np.inf), None),
+    "of a position": (lambda s, b, h, q, k: 30 * np.tanh(q / 30), None),
+    "and a position": (lambda s, b, h, q, k: 30 * np.tanh(s / 30) + k, None),
+    "of a quotient": (lambda s, b, h, q, k: 30 * np.tanh(30 / s), None),
+    "below float32": (lambda s, b, h, q, k: 1e-44 * np.tanh(s / 1e-44), None),
+}
+
+
+@pytest.mark.parametrize("name", CAPS)
+def test_a_function_that_only_caps_scores_is_the_softcap(name):
+    function, cap = CAPS[name]
+    p = Problem(32, score_mod=function)
+    assert (p.softcap, p.score_mod is None) == (cap or 0.0, cap is not None)
+    assert Problem(32, score_mod=function, softcap=5.0).score_mod is not None
+    assert Problem(32, score_mod=function, bias=(1, 1)).score_mod is not None
+
+
 def test_threads_change_no_bit():
     q, k, v, dout = arrays("float32")
     how = {"score_mod": score, "mask_mod": mask, "sinks": SINKS.astype(np.float32)}

@@ -31,10 +31,11 @@ ONE = (
     *("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "expit"),
     *("sin", "cos", "erf", "floor", "ceil", "trunc", "relu", "sign", "square", "softplus"),
     *("neg", "negative", "abs", "absolute", "fabs", "silu", "swish", "gelu"),
-    *("leaky_relu", "zeros_like", "ones_like", "reciprocal"),
+    *("leaky_relu", "zeros_like", "ones_like", "reciprocal", "round", "rint"),
 )
 TWO = (
     *("add", "subtract", "multiply", "divide", "true_divide", "floor_divide", "mod", "remainder"),
+    "fmod",
     *("power", "float_power", "minimum", "fmin", "maximum", "fmax", "logaddexp"),
 )
 COMPARED = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
@@ -155,6 +156,36 @@ def test_arguments_by_name_and_methods():
     assert 1e-5 < np.abs(got - near).max() < 1e-3
 
 
+def test_halves_infinities_and_signs():
+    """A half is rounded to the even integer; the remainder of `fmod` has the dividend's sign."""
+    x = np.array([-2.5, -1.5, -0.5, 0.5, 1.5, 0.49999997, -np.inf, np.inf, np.nan])
+    for function in (np.round, np.isnan, np.isinf, np.isfinite, lambda x: np.fmod(x, 0.75)):
+        got = evaluated(lambda s, b, h, q, k, f=function: f(s) * 1.0, x)
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_allclose(got[0, 0, 0], function(x), rtol=1e-6)
+    assert np.array_equal(on_keys(lambda k: np.fmod(k - 4, 3) < 0), np.fmod(AT - 4, 3) < 0)
+    assert np.array_equal(on_keys(lambda k: np.isnan(k) | (k.round() == 2)), AT == 2)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_arithmetic_of_narrow_integers_wraps_around(dtype):
+    limits, rng = np.iinfo(dtype), np.random.default_rng(0)
+    values = rng.integers(limits.min, limits.max + 1, 9).astype(dtype)
+    bytes_ = rng.integers(-128, 128, 9).astype(np.int8)
+    for function in (
+        lambda x, y, k: x - 3 * x,
+        lambda x, y, k: -x + y,
+        lambda x, y, k: abs(x) - 1,
+        lambda x, y, k: (x << 2) + (x > 0),
+        lambda x, y, k: (~x * x).astype(np.int32) - k,
+        lambda x, y, k: (x + k).astype(np.int8) + y,
+        lambda x, y, k: np.where(k > 3, x, x.astype(dtype)) * 2,
+    ):
+        expected = function(values, bytes_, AT.astype(np.int32))
+        traced = lambda k, f=function, of=expected: f(values[k], bytes_[k], k) == of[k]  # noqa: E731
+        assert on_keys(traced).all()
+
+
 def test_types_of_symbols():
     close(lambda s, b, h, q, k: s.to("int32").to("float32"), np.trunc(SCORE))
     close(lambda s, b, h, q, k: s.astype(np.int32) + 0.0, np.trunc(SCORE))
@@ -198,6 +229,7 @@ def test_captured_arrays_act_as_arrays():
     for function, expected in (
         (lambda k: ROW[k] >= ROW.max() - ONE_NUMBER, ROW >= 5),
         (lambda k: TABLE[1][k] > TABLE[1, 4], TABLE[1] > TABLE[1, 4]),
+        (lambda k: TABLE[k // 5][k] > len(TABLE[k // 5]), TABLE[AT // 5, AT] > 9),
         (lambda k: k < len(ROW) - int(ONE_NUMBER), AT < 6),
         (lambda k: ROW[..., k] > float(ONE_NUMBER), ROW > 3),
         (lambda k: (k > 2) if ONE_NUMBER else (k > 4), AT > 2),

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.promise("right tiles")
 
 RNG = np.random.default_rng(0)
 DOCUMENTS = np.sort(RNG.integers(0, 12, 700))
+BYTES = np.sort(RNG.integers(0, 256, 700)).astype(np.uint8)
 GAPS = np.where(np.arange(700) % 40 < 15, np.nan, np.linspace(-3, 3, 700))
 
 
@@ -135,6 +136,9 @@ PLAIN = {
     # Bounds are rounded as the values are.
     "float32 after a sine": lambda b, h, q, k: np.clip(np.sin(k), -0.1, 0.1) + 0.2 < 0.3,
     "quotient of floats": lambda b, h, q, k: k * 1.0 // 0.1 <= 309,
+    "remainder below 0": lambda b, h, q, k: k * 3.3 % 0.1 >= 0,
+    "remainder of the divisor": lambda b, h, q, k: k * 3.3 % 0.01 < 0.01,
+    "bytes wrap": lambda b, h, q, k: BYTES[q] - BYTES[k] < 100,
 }
 OTHERS = {
     "alone": {},

@@ -11,7 +11,7 @@ from pathlib import Path
 import hand_written
 import numpy as np
 import pytest
-from commands import invoke, ok, refused
+from commands import invoke, not_right, ok, refused
 from wrong_kernels import WRONG
 
 from flashsim import OptionError
@@ -209,6 +209,8 @@ def test_a_homework_folder_is_found(tmp_path):
     whole = json.loads(out.read_text())
     assert whole["tests"][0]["name"] == "kernel-softmax-matmul: runs"
     refused("exercise grade", tmp_path, "--gradescope", out)
+    assert "imports neither triton nor jax" in not_right("exercise grade", tmp_path / "b", "--csv")
+    ok("exercise grade", tmp_path)
 
 
 def a_class(folder, **files):

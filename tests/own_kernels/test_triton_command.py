@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from commands import invoke, ok, refused
+from commands import checked, invoke, refused
 
 from flashsim.triton.driver import standing_in
 
@@ -21,22 +21,18 @@ FLASH = ROOT / "examples/triton/flash_attention.py"
 HOMEWORK = ROOT / "examples/triton/homework.py"
 
 
-def run(*words):
-    return ok("kernel", *words)
-
-
 def test_the_guide_prints_what_comes_out(tmp_path):
     """Every line of its blocks of output; numbers are compared apart: CPUs round differently."""
     page = (ROOT / "docs/guides/triton.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
-    usual = run(f"{HOMEWORK}:attention", "--causal")
-    ragged = run(f"{HOMEWORK}:attention", "--causal", "-n", 250)
+    usual = checked(f"{HOMEWORK}:attention", "--causal")
+    ragged = checked(f"{HOMEWORK}:attention", "--causal", "-n", 250)
     number = re.compile(r"-?\d[\d.,]*(e[-+]\d+)?")
     right = (ROOT / "examples/triton/flash_attention.py").read_text(encoding="utf-8").splitlines()
     assert right[118].endswith(" * scale")  # the guide says line 119
     right[118] = right[118].removesuffix(" * scale")
     (tmp_path / "gradients.py").write_text("\n".join(right), encoding="utf-8")
-    gradients = run(f"{tmp_path}/gradients.py:backward", "--causal")
+    gradients = checked(f"{tmp_path}/gradients.py:backward", "--causal")
     assert len(blocks) == 4
     for block, done in zip(blocks, (usual, gradients, usual, ragged), strict=True):
         printed = " ".join(number.sub("#", done).split())
@@ -58,7 +54,7 @@ def test_the_lesson_s_kernel_becomes_right(tmp_path):
 
     def answer(*words):
         path.write_text("\n".join(lines), encoding="utf-8")
-        return " ".join(run(f"{path}:attention", "--causal", *words).split())
+        return " ".join(checked(f"{path}:attention", "--causal", *words).split())
 
     assert " ".join(quotes[0].split()) in answer()
     assert "acc = acc + tl.dot(p, v)" in lines[46]
@@ -79,7 +75,7 @@ def test_the_lesson_s_kernel_becomes_right(tmp_path):
 
 def test_a_correct_file_from_forward_to_backward(tmp_path):
     for function in ("forward", "backward"):
-        done = run(f"{FLASH}:{function}", "--causal", "-n", 96, "-d", 16, "--out", tmp_path)
+        done = checked(f"{FLASH}:{function}", "--causal", "-n", 96, "-d", 16, "--out", tmp_path)
         assert "WRONG" not in done
         assert " right (error " in done
         assert len(done.splitlines()) <= 32
@@ -87,10 +83,10 @@ def test_a_correct_file_from_forward_to_backward(tmp_path):
 
 
 def test_other_sizes_types_and_formats():
-    done = run(f"{FLASH}:forward", "-n", 80, "-d", 32, "-h", 4, "-b", 2, "--dtype", "bfloat16")
+    done = checked(f"{FLASH}:forward", "-n", 80, "-d", 32, "-h", 4, "-b", 2, "--dtype", "bfloat16")
     assert "2 x 4 heads, 80 x 80, d=32, bfloat16" in done
     assert "WRONG" not in done
-    done = run(f"{FLASH}:forward", "-n", 64, "-d", 16, "--set", "block_q=16", "--json")
+    done = checked(f"{FLASH}:forward", "-n", 64, "-d", 16, "--set", "block_q=16", "--json")
     assert '"needed B"' in done
 
 
@@ -102,12 +98,12 @@ def test_a_file_with_its_own_reference(tmp_path):
         "    e = np.exp(loaded['x_ptr'])\n    return e / e.sum(axis=1, keepdims=True)\n"
     )
 
-    done = run(f"{path}:softmax", "--set", "x=32x100", "--reference", "reference")
+    done = checked(f"{path}:softmax", "--set", "x=32x100", "--reference", "reference")
 
     assert "y_ptr right" in done
     assert "loaded twice by every program" in done
     path.write_text(text + "\n\ndef two(x, y):\n    return x\n")
-    done = " ".join(run(f"{path}:softmax", "--set", "x=32x100", "--reference", "two").split())
+    done = " ".join(checked(f"{path}:softmax", "--set", "x=32x100", "--reference", "two").split())
     assert "missing 1 required positional argument: 'y'; two gets a dict of the kernel's" in done
     said = refused("kernel", f"{path}:softmax", "--set", "x=9000000x9000000")
     assert "GB of memory" in said
@@ -151,7 +147,7 @@ def test_a_set_scale_and_mask_are_those_of_the_right_results(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(text.replace("causal=False, block_q", "causal=False, scale=1, block_q"))
 
-    done = run(f"{path}:forward", "-n", 64, "--set", "scale=0.3", "--set", "causal=True")
+    done = checked(f"{path}:forward", "-n", 64, "--set", "scale=0.3", "--set", "causal=True")
 
     assert "causal; " in done
     assert "O right" in done
@@ -189,7 +185,7 @@ def test_a_program_that_wants_a_gpu_runs(tmp_path):
     path.write_text(PROGRAM)
     before = dict(vars(triton.runtime.driver))
 
-    done = run(path)
+    done = checked(path)
 
     assert "scale: " in done
     assert "milliseconds nan" in done
@@ -245,6 +241,9 @@ def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
         ([f"{FLASH}:forward", "-n", "64", "--config", "1"], "has no @triton.autotune"),
         ([FLASH, "--causal"], "runs as a program, because no function is named, but --causal"),
         ([f"{FLASH}:forward", "--ndim", "5"], "ndim must be 2, 3 or 4, got 5"),
+        ([f"{FLASH}:forward", "--seed", "-1"], "seed must be at least 0, got -1"),
+        ([f"{FLASH}:forward", "--out", __file__], "is a file, not a folder"),
+        ([f"{FLASH}:forward", "--layout", "bnhd"], "--layout orders four axes, but q has 3"),
         ([f"{FLASH}:forward", "--name", "zz=K", "-n", "64"], "names= contains 'zz'"),
     ],
 )
@@ -279,6 +278,6 @@ def test_memory_of_numpy_empty_is_nan(tmp_path):
     """The system's memory is often zero, with which a kernel that adds to it would look right."""
     path = tmp_path / "adds.py"
     path.write_text(ADDS_TO_NOTHING)
-    assert "y_ptr WRONG (error nan" in run(
+    assert "y_ptr WRONG (error nan" in checked(
         f"{path}:launch", "--set", "x=512x1024", "--reference", "same"
     )

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 import triton
 import triton_cases as cases
-from commands import ok, refused
+from commands import checked, refused
 from triton_cases import example
 
 from flashsim.errors import DTypeError
@@ -96,7 +96,7 @@ def test_an_autograd_function_of_a_homework_file(tmp_path):
     path.write_text(text + CLASS)
 
     words = [f"{path}:FlashAttentionTriton.apply", "--causal", "-n", "64", "--ndim", "3"]
-    done = ok("kernel", *words)
+    done = checked(*words)
 
     assert "O right" in done
     assert triton.__version__ in done
@@ -145,12 +145,12 @@ def test_a_file_that_asks_torch_for_a_gpu(tmp_path):
     def run(found):
         path.write_text(WANTS_A_GPU.replace("FOUND", found))
         words = [f"{path}:launch", "--set", "x=10x10", "--reference", "same"]
-        return ok("kernel", *words)
+        return checked(*words)
 
     assert "y_ptr right" in run("")
     assert "y_ptr WRONG (error nan" in run("+ old")
     path.write_text(f"{WANTS_A_GPU.replace('FOUND', '')}\ndef fp8(q):\n    launch(q)\n")
-    done = ok("kernel", f"{path}:fp8", "-n", "16", "--dtype", "float8_e5m2")
+    done = checked(f"{path}:fp8", "-n", "16", "--dtype", "float8_e5m2")
     assert "load x_ptr 2,048" in " ".join(done.split())
     assert not torch.zeros(1).is_cuda
     text = path.read_text().replace(

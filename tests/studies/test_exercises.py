@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pytest
-from commands import invoke, ok, refused
+from commands import invoke, not_right, ok, refused
 from wrong_solutions import WRONG, seeded
 
 import flashsim
@@ -381,7 +381,7 @@ def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
     path.write_text(f"# flashsim exercise: fewest-bytes\n{source}")
     scope, picture, trace = (tmp_path / name for name in ("results.json", "p.svg", "t.npz"))
     text = ok("exercise grade", path, "--gradescope", scope, "--plot", picture, "--save", trace)
-    marks = json.loads(ok("exercise grade", path, "--json"))
+    marks = json.loads(not_right("exercise grade", path, "--json"))
     assert text.startswith(f"fewest-bytes: {marks['points']} of 100 points\n")
     assert "K was loaded 16 times; 12 times is enough" in text
     assert "lower bound" in text
@@ -418,7 +418,7 @@ def test_the_guides_autograder(tmp_path):
 
 def test_grade_without_a_trace(tmp_path):
     (tmp_path / "x.py").write_text("# flashsim exercise: dq\nx = (\n")
-    text = ok("exercise grade", tmp_path / "x.py", "--plot", tmp_path / "p.png")
+    text = not_right("exercise grade", tmp_path / "x.py", "--plot", tmp_path / "p.png")
     assert "Python cannot read the file" in text
     assert not (tmp_path / "p.png").exists()
 

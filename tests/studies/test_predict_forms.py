@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from repository import page
 
-from flashsim import Device, OptionError, Problem, UnsupportedError
+from flashsim import Device, OptionError, Problem, Tiling, TilingError, UnsupportedError
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.family import fastest_backward
 from flashsim.backends.launch_policy.hopper import HOPPER
@@ -193,3 +193,14 @@ def test_a_form_that_is_asked_for_by_its_tile_or_name_stays():
     assert three.traffic.algorithm == "flash2"
     with pytest.raises(UnsupportedError, match="a fused backward pass in a fixed order"):
         predict(p, **how | {"deterministic": True})
+
+
+def test_the_family_is_the_one_that_the_backend_chooses():
+    """Hopper's kernels run neither float32 nor 64 x 64 tiles of a backward pass."""
+    assert predict(Problem(256), device="H200").kernels == "portable"
+    half = Problem(256, dtype="float16")
+    assert predict(half, device="H200").kernels == "hopper"
+    tiled = {"direction": "backward", "tiling": Tiling(64, 64)}
+    assert predict(half, **tiled, device="H200").kernels == "portable"
+    with pytest.raises(TilingError, match="on H200, and no tile is possible"):
+        predict(Problem(256, head_dim=576, dtype="float16"), device="H200")

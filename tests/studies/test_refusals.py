@@ -97,6 +97,8 @@ time(algorithm="standard", kernels="hopper")
     -> OptionError: cannot be used: the time of standard attention
 time(direction="sideways") -> OptionError: unknown direction
 time(device="A100", kernels="hopper") -> UnsupportedError: compute capability 9.0
+time(heads_in_group={"forwrd": 2})
+    -> OptionError: unknown stage in heads_in_group= 'forwrd'; choose from forward
 time(heads_in_group={"forward": 0})
     -> OptionError: at least 1 for every stage, got 0 for 'forward'
 time(heads_in_group={"forward": True}) -> DTypeError: got True for 'forward'

@@ -282,7 +282,7 @@ def test_kernels_are_measured_by_name_and_shape(profiler):
     assert XRay(record).kernels[0].found.block_q == 128
     saved = profiler / "kept.json"
     sizes = ("-n", 1100, "-d", 64, "--heads", 4, "--batch", 1, "--dtype", "bfloat16")
-    ok("xray", program, "--kernel", "my", *sizes, "--device", "H100", "--save", saved)
+    ok("xray", "--kernel", "my", *sizes, "--device", "H100", "--save", saved, program)
     assert Profile.load(saved).launches == record.launches
 
 
@@ -291,9 +291,10 @@ def test_what_goes_wrong_is_said(profiler, monkeypatch):
     with pytest.raises(BackendUnavailable, match="the program's last words"):
         measure(profiler / "broken.py")
     for words, said in (
-        ((profiler / "program.py", "--kernel", "my"), "--kernel needs the kernel's shape"),
+        (("--kernel", "my", profiler / "program.py"), "--kernel needs the kernel's shape"),
         ((), "pass either a program to run"),
-        ((profiler / "program.py", "-n", 10), "leave it out"),
+        (("-n", 10, profiler / "program.py"), "leave it out"),
+        ((profiler / "program.py", "-n", 10), "-n after the program could be an option"),
     ):
         assert said in refused("xray", *words)
     monkeypatch.setenv("PATH", "")

@@ -48,6 +48,20 @@ def ok(*arguments, **how):
     return result.stdout
 
 
+def not_right(*arguments):
+    """Return the output of a command that checks a user's work, and ends as for wrong work."""
+    result = invoke(*arguments)
+    assert result.exit_code == 1, result.output
+    return result.stdout
+
+
+def checked(*words):
+    """Return what `flashsim kernel` prints; the exit code must say whether a result is wrong."""
+    result = invoke("kernel", *words)
+    assert result.exit_code == (" WRONG " in result.stdout), result.output
+    return result.stdout
+
+
 def refused(*arguments):
     """Return what a command says as it ends as wrong input does."""
     result = invoke(*arguments)

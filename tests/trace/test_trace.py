@@ -261,8 +261,8 @@ traced().bytes("lode") -> OptionError: unknown operation 'lode'; choose from loa
 traced().by_tile(tensor="k") -> OptionError: unknown tensor 'k'
 traced().stage("fwd") -> OptionError: unknown stage 'fwd'; choose from forward
 traced().flops("mul") -> OptionError: unknown kind of FLOP 'mul'
-small().frame(2) -> TraceError: step= must be between 0 and 1, got 2
-small().frame(-3) -> TraceError: step= must be between 0 and 1, got -3
+small().frame(2) -> TraceError: step= must be from 0 to 1, or from -2 to -1 to count from ... got 2
+small().frame(-3) -> TraceError: step= must be from 0 to 1, or from -2 to -1 ... got -3
 """)
 
 

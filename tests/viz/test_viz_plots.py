@@ -345,8 +345,9 @@ def test_the_numbers_beside_a_map_of_one_tile_are_whole():
     assert [y for y in bar.get_yticks() if low <= y <= high] == [0]
     one = viz.tile_map(flashsim.count(Problem(2), tiling=Tiling(2, 1)))
     assert one.get_xlabel() == "key tile j (1 key each)"
-    (number,) = (text for text in ax.texts if text.get_text() == "0")
-    assert number.get_color() == ink_on(ax.images[0].to_rgba(0)[:3])  # as the tile is drawn
+    (number,) = [text for text in ax.texts if text.get_text() == "0"]
+    image = ax.images[0]
+    assert number.get_color() == ink_on(image.cmap(image.norm(0)))
 
 
 def test_tile_map_marks_masked_tiles():
@@ -509,6 +510,28 @@ def test_names_of_cumulative_lines_lie_on_no_line(quantity, causal):
     ax = viz.cumulative(flashsim.compare(*cases.arrays(), causal=causal), quantity=quantity)
     assert len(ax.texts) == 4  # three names, and what is shown
     assert overlaps(ax.figure) + crossings(ax.figure) == []
+
+
+def test_eight_passes_have_names_apart():
+    """With more than three lines, a legend names them."""
+    passes = [
+        flashsim.count(Problem(512, heads=heads), tiling=Tiling(rows, 64), algorithm=name)
+        for heads in (1, 4)
+        for rows in (16, 64)
+        for name in ("flash1", "flash2")
+    ]
+    lines = viz.cumulative(passes)
+    assert len(lines.get_legend().texts) == 8
+    for ax in (lines, viz.traffic(passes)):
+        assert overlaps(ax.figure) + crossings(lines.figure) == []
+
+
+def test_each_tile_size_of_a_sweep_has_a_line():
+    sweep = flashsim.sweep([64, 128], tiling=[Tiling(16, 16), Tiling(32, 32)])
+    ax = viz.io_curve(sweep, x="n_q")
+    for side in (16, 32):
+        found = line(ax, f"FlashAttention-2, tiles {side} x {side}")
+        assert found.get_xdata().tolist() == [64, 128]
 
 
 def test_registers_come_on_top_of_shared_memory():
@@ -713,6 +736,8 @@ def test_memory_footprint_writes_no_number_over_another():
     ax = viz.memory_footprint(Problem(64, head_dim=64))  # m and l, or L: almost the same
     assert " ".join(words(ax.texts)).count("B") == 3
     assert overlaps(ax.figure) == []
+    full = viz.memory_footprint(Problem(64, head_dim=64), device="T4")  # P of 65,536 keys fills it
+    assert crossings(full.figure) == []
 
 
 def test_memory_footprint_is_what_is_saved():

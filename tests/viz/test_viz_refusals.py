@@ -41,6 +41,10 @@ viz.traffic(7) -> DTypeError: expected a Trace
 viz.traffic("flash2") -> DTypeError: expected a Trace
 viz.traffic([3]) -> DTypeError: expected a Trace
 viz.traffic([]) -> OptionError: the argument contains no trace
+viz.cumulative({str(n): trace() for n in range(9)}) -> OptionError: at most 8 passes, got 9
+viz.traffic({str(n): trace() for n in range(9)}) -> OptionError: at most 8 passes, got 9
+viz.memory_footprint(flashsim.sweep([64], heads=[1, 2])) -> OptionError: 2 points at n_q=64
+viz.io_curve(flashsim.sweep([64, 96], softcap=[0, 1])) -> OptionError: 2 points at n_q=64
 viz.cumulative({}) -> OptionError: the argument contains no trace
 viz.traffic(flashsim.sweep([64, 128])) -> DTypeError: a Sweep has only totals ... viz.io_curve
 viz.cumulative(flashsim.sweep([64, 128])) -> DTypeError: a Sweep has only totals ... viz.io_curve

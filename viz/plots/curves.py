@@ -50,7 +50,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     Raises
     ------
     OptionError
-        If `x` is unknown, or nothing varies.
+        If `x` is unknown, nothing varies, or several points of a line have one value of `x`.
     """
     rows = sources.rows(data)
     x = checks.one_of("x", _varying(rows) if x is None else x, AXES)
@@ -133,8 +133,10 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
         follows -= {"block_q", "block_k"} - {x}
     if x == "sram_bytes":  # a device with another M has another name
         follows.add("device")
-    names = ("direction", "dtype", "causal", "window", "kv_heads", "device", *AXES)
-    telling = [k for k in names if k not in follows and len({row[k] for row in rows}) > 1]
+    if x.startswith("block"):
+        follows.add("tiling")
+    names = ("direction", "dtype", "causal", "window", "kv_heads", "device", *AXES, "tiling")
+    telling = [k for k in names if k not in follows and len({row.get(k) for row in rows}) > 1]
     series: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row[x]):
         window = row["window"]
@@ -142,11 +144,23 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
             "causal": "causal" if row["causal"] else "not causal",
             "window": f"window {window.replace(',', ':')}" if window else "no window",
             "kv_heads": sources.heads(row["heads"], row["kv_heads"]),
+            "tiling": f"tiles {row.get('tiling')}",
         }
         label = [sources.title(row["algorithm"])]
         label += [words.get(k) or (f"{k} = {row[k]}" if k in AXES else row[k]) for k in telling]
         series.setdefault(", ".join(label), []).append(row)
+    for name, points in series.items():
+        _one_per_place([point[x] for point in points], x, name)
     return series
+
+
+def _one_per_place(places: list[Any], x: str, label: str) -> None:
+    """Raise `OptionError` if two points of a line have the same value of `x`."""
+    if twice := [place for place in places if places.count(place) > 1]:
+        raise OptionError(
+            f"the line of {label!r} would have {places.count(twice[0])} points at "
+            f"{x}={twice[0]}; pass rows that differ only in {x} and the algorithm"
+        )
 
 
 @style.themed
@@ -190,16 +204,20 @@ def memory_footprint(
     for number, name in enumerate(sources.NAMES):
         if name not in drawn:
             continue
-        points = {r["n_q"]: r["saved_bytes"] for r in rows if r["algorithm"] == name}
+        own = [r for r in rows if r["algorithm"] == name]
+        points = {r["n_q"]: r["saved_bytes"] for r in own}
+        _one_per_place([n for n, _ in {(r["n_q"], r["saved_bytes"]) for r in own}], "n_q", name)
         sizes = sorted(points)
         saved = [points[size] for size in sizes]
         ax.plot(sizes, saved, label=sources.title(name), **style.series_style(theme, number))
         ends.append((sizes[-1], points[sizes[-1]]))
+    machine = None if device is None else Device.get(device)
     for close in _close(ends):
         texts = dict.fromkeys(style.human(saved) for _, saved in close)
-        style.note(ax, "\n".join(reversed(texts)), close[-1], (8, 0), va="center")
-    if device is not None:
-        machine = Device.get(device)
+        share = close[-1][1] / machine.hbm_bytes if machine is not None else 0.0
+        place: Any = ((8, -6), "top") if 0.77 < share < 1.3 else ((8, 0), "center")  # off its line
+        style.note(ax, "\n".join(reversed(texts)), close[-1], place[0], va=place[1])
+    if machine is not None:
         ax.axhline(machine.hbm_bytes, color=theme.text, ls=(0, (5, 3)), lw=1.6)
         text, level = f"{machine.name}: {style.human(machine.hbm_bytes)}", (0, machine.hbm_bytes)
         style.note(ax, text, level, (6, 5), ("axes fraction", "data"))

@@ -73,6 +73,9 @@ def tile_map(
     image = ax.imshow(
         grid, cmap=ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
     )
+    first, last = image.get_clim()
+    if first == last:  # else the colour bar widens the range, after the number's ink is chosen
+        image.set_clim(first - 0.5, last + 0.5)
     # As wide as high on a slide, where the grid is about twice as wide as high.
     high = 0.5 if max(t_r, t_c) > _LABELS_UP_TO else 0.42
     wide = min(0.95, high * t_c / t_r / 1.8)
@@ -84,6 +87,8 @@ def tile_map(
     masked = PolyCollection(triangles, facecolor=theme.accent, zorder=3, label="masked")
     masked.set(edgecolor=theme.background, linewidth=min(0.8, 20 / max(t_r, t_c)))
     ax.add_collection(masked)  # a corner, so that the number in the tile stays legible
+    if max(t_r, t_c) <= _LABELS_UP_TO:
+        _write_values(ax, grid, color)
     parts = [[(j - 0.5, i - 0.5), (j - 0.5, i + 0.5)] for i, j in part_edges(schedule)]
     ax.add_collection(LineCollection(parts, colors=theme.text, lw=3.5, zorder=5, label="parts"))
     pages = [[(x - 0.5, 0.96), (x - 0.5, 1.0)] for x in page_edges(schedule)]
@@ -107,8 +112,6 @@ def tile_map(
     ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns)
     bar = ax.figure.colorbar(image, ax=ax, label=_UNITS[color], pad=0.02)
     bar.outline.set_visible(False)
-    if max(t_r, t_c) <= _LABELS_UP_TO:  # after the colorbar, which widens a range of one value
-        _write_values(ax, grid, color)
     if color in ("bytes", "flops"):
         unit_axis(bar.ax.yaxis, "B" if color == "bytes" else "FLOP")
     else:

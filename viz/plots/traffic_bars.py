@@ -23,6 +23,9 @@ from flashsim.viz import style
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme, tint
 
+#: The most passes of a plot: more names overlap.
+_MOST = 8
+
 
 @style.themed
 def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme: Theme) -> None:
@@ -40,8 +43,14 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
         Use a logarithmic axis, on which each bar shows only its total.
     dram : bool
         Also draw the bytes that DRAM reads and writes as a dotted line (`flashsim.l2.dram`).
+
+    Raises
+    ------
+    OptionError
+        If there are more than eight passes, whose names would overlap.
     """
     groups = sources.labelled(data)
+    _few_enough(groups)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
     width = 0.8 / len(ops)
     every = [tensor for source in groups.values() for tensor in source.by_tensor()]
@@ -78,7 +87,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     ax.set_xticks(
         range(len(groups)),
         ["\n".join([name, *words]) for name, words in zip(names, levels, strict=True)],
-        fontsize=12.5 if len(groups) < 5 else 9.5,
+        fontsize=12.5 if len(groups) < 5 else min(9.5, 48 / len(groups)),
     )
     ax.tick_params(axis="x", length=0)
     ax.grid(axis="y")
@@ -106,6 +115,14 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     if log:
         handles += ax.get_legend_handles_labels()[0][: len(ops)]
     style.beside_axes(ax, handles=handles)
+
+
+def _few_enough(groups: Mapping[str, Any]) -> None:
+    if len(groups) > _MOST:
+        raise OptionError(
+            f"this plot has room for at most {_MOST} passes, got {len(groups)}; draw several "
+            "plots, or viz.io_curve, which has one line per algorithm"
+        )
 
 
 def _message(groups: Mapping[str, Trace | Traffic]) -> str:
@@ -223,9 +240,15 @@ def cumulative(
     quantity : {"bytes", "flops"}
     log : bool
         Use a logarithmic step axis, for traces of very different lengths.
+
+    Raises
+    ------
+    OptionError
+        If there are more than eight passes, or the quantity is unknown.
     """
     checks.one_of("quantity", quantity, ("bytes", "flops"))
     groups = {label: sources.one_trace(source) for label, source in sources.labelled(data).items()}
+    _few_enough(groups)
     positions = sources.places(trace.algorithm for trace in groups.values())
     unit, ends = "B" if quantity == "bytes" else "FLOP", []
     wide = max(stage.stride for trace in groups.values() for stage in trace.stages)
@@ -244,7 +267,9 @@ def cumulative(
         ax.set_xscale("log")
     ax.margins(x=0.02)
     last, most = max(end[0] for end in ends), max(end[1] for end in ends)
-    ax.set_xlim(1 if log else 0, last * (8 if log else 1.35))  # with room for the names
+    many = len(ends) > 3  # names beside the marks would overlap
+    wider = (1.1 if log else 1.02) if many else (8 if log else 1.35)  # room for the names
+    ax.set_xlim(1 if log else 0, last * wider)
     what = "FLOPs" if quantity == "flops" else "requested HBM bytes"
     ax.set(xlabel="step (visit of a tile, or end of a row or column)", ylabel=f"{what} so far")
     least = min(ends, key=lambda end: end[1])
@@ -258,9 +283,13 @@ def cumulative(
     style.heading(ax, theme, title, about)
     style.unit_axis(ax.yaxis, unit)
     ax.grid()
-    style.name_marks(
-        ax, [(x, y, f"{label}: {style.human(y, unit)}", color) for x, y, label, color in ends]
-    )
+    names = [f"{label}: {style.human(y, unit)}" for _, y, label, _ in ends]
+    if many:
+        labels = [name.replace(", ", "\n", 1) for name in names]
+        style.beside_axes(ax, handles=ax.lines[::2], labels=labels)
+    else:
+        marks = [(*end[:2], name, end[3]) for end, name in zip(ends, names, strict=True)]
+        style.name_marks(ax, marks)
 
 
 @style.themed

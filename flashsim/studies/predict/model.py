@@ -67,8 +67,9 @@ def predict(
         "flash2-fused-first" and "flash2-once" exist for Hopper's kernels only. With "standard", do
         not pass kernels, tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
-        The kernel family; default: the family for the device. "python" means the kernels of
-        `backend="numba_cuda"` on a Hopper GPU (backward: ``kernel="tensor"``); it needs numba-cuda.
+        The kernel family; default: the one that `backend="cupy"` chooses for the device and the
+        problem. "python" means the kernels of `backend="numba_cuda"` on a Hopper GPU (backward:
+        ``kernel="tensor"``); it needs numba-cuda.
     tiling : Tiling, optional
         Default: the family's own choice.
     device : str or Device
@@ -153,14 +154,15 @@ def predict(
         raise OptionError(
             f"{algorithm!r} cannot split keys; use algorithm='flash-decode', or leave out splits="
         )
-    kernels = _named(kernels, device)
     inputs.check_tiling(tiling)
+    kernels = _named(kernels, problem, tiling, device, direction, algorithm)
     if pack_gqa and direction == "backward":
         raise OptionError("a backward pass packs no query heads; leave out pack_gqa=")
     how = direction, algorithm, kernels, tiling, device, pack_gqa
     passes, traffic = _prepare(problem, *how)
     known = CALIBRATED[kernels] if constants is None else constants
     for name, heads in ({} if heads_in_group is None else heads_in_group).items():
+        checks.one_of("stage in heads_in_group=", name, [x.stage.name for x in passes])
         if not checks.is_int(heads):
             raise DTypeError(f"heads_in_group= must have integers, got {shown(heads)} for {name!r}")
         if heads < 1:
@@ -187,7 +189,8 @@ def _form(
     device: Device,
 ) -> str:
     """Return the algorithm that `Result.backward(deterministic)` runs on the device."""
-    family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
+    named = _named(kernels, problem, tiling, device, "backward", algorithm)
+    family, gpu = _family(named, "backward"), Gpu.like(device)
     form, ordered = fastest_backward(
         problem, gpu, lambda _: family, algorithm, deterministic, tiled=tiling is not None
     )
@@ -198,11 +201,6 @@ def _form(
             "get the time of the three passes"
         )
     return form
-
-
-def made_for(device: Device) -> str:
-    """Return the kernel family that runs on a device by default."""
-    return "hopper" if device.compute_capability == (9, 0) else "portable"
 
 
 @lru_cache(maxsize=128)
@@ -240,9 +238,16 @@ def _prepare(
     return passes, traffic
 
 
-def _named(kernels: str | None, device: Device) -> str:
-    """Return the kernel family that the caller named, or the device's default family."""
-    return checks.one_of("kernels", made_for(device) if kernels is None else kernels, CALIBRATED)
+def _named(
+    kernels: str | None, problem: Problem, tiling: Tiling | None, device: Device, *asked: str
+) -> str:
+    """Return the kernel family that the caller named, or the one that the backend chooses."""
+    if kernels is not None:
+        return checks.one_of("kernels", kernels, CALIBRATED)
+    if device.compute_capability != (9, 0):
+        return "portable"
+    possible = problem.fp8 or not HOPPER.refusal(problem, tiling, Gpu.like(device), *asked)
+    return "hopper" if possible else "portable"
 
 
 def _family(kernels: str, direction: str) -> Family:

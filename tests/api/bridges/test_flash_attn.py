@@ -4,6 +4,7 @@ import inspect
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from refusals import refusals, refused
 
@@ -501,6 +502,15 @@ fa3.flash_attn_with_kvcache(Q[0], K, V, cu_seqlens_q=CUTS[1])
     -> ShapeError: cu_seqlens_q must end at q's 5 tokens, got 8
 fa3.flash_attn_with_kvcache(Q[0], K, V, *ONE[1:], cu_seqlens_q=CUTS[0], cu_seqlens_k_new=TABLE[0])
     -> ShapeError: cu_seqlens_k_new must have 2 offsets
+fa2.flash_attn_varlen_func(*ONE[:1], K[:, :0], V[:, :0], *CUTS, 5, 8, block_table=TABLE[:1])
+    -> ShapeError: a page must hold at least one key
+decode(CACHE[0][0, 0, 0, 0], *CACHE[1:], cache_seqlens=1) -> ShapeError: (batch, heads, n_q
+decode(CACHE[0].to_sparse(), *CACHE[1:]) -> UnsupportedError: q must be a dense tensor
+decode(*CACHE, causal=1) -> DTypeError: causal must be True or False, got 1
+decode(*CACHE, return_lse=TABLE) -> DTypeError: return_lse must be True or False, got tensor(
+decode(*CACHE, splits=-3) -> ShapeError: splits must be at least 1, got -3
+decode(*CACHE, window=TABLE[0]) -> DTypeError: window= must be a pair (left, right)
+decode(*CACHE, cache_seqlens=2**40) -> ShapeError: cache_seqlens must fit in 32 bits
 decode(*CACHE, cache_seqlens=[1]) -> ShapeError: 2 integers, one per sequence
 decode(*CACHE, cache_seqlens=torch.ones(2)) -> ShapeError: 2 integers, one per sequence
 decode(*CACHE, block_table=TABLE.long()) -> ShapeError: block_table must be int32
@@ -609,7 +619,9 @@ def test_a_block_table_reads_no_page_that_is_missing():
     """A negative page would otherwise count from the last one."""
     q, k, v = tensors((2, 4, 1, 16), (3, 2, 8, 16), (3, 2, 8, 16))
     table = torch.tensor([[0, -1], [1, 2]], dtype=torch.int32)
-    decode(q, k, v, block_table=table, cache_seqlens=[8, 16])  # page -1 is unused
+    first = decode(q, k, v, block_table=table, cache_seqlens=[8, 8])  # page -1 is unused
+    same = decode(q, k, v, block_table=table, cache_seqlens=np.int64(8))
+    torch.testing.assert_close(same, first, rtol=0, atol=0)
     for page in (-1, 3):
         table[0, 1] = page
         with pytest.raises(ShapeError, match=f"pages 0 to 2, got {min(page, 0)} to "):

@@ -1,6 +1,7 @@
 """`flashsim.torch.flex_attention` takes functions written for torch's FlexAttention, unchanged."""
 
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,15 @@ torch = pytest.importorskip("torch")
 from bridge_cases import plain  # noqa: E402
 from torch.nn.attention import flex_attention as flex  # noqa: E402
 
-from flashsim.errors import FunctionError, OptionError, ShapeError, UnsupportedError  # noqa: E402
-from flashsim.torch import flex_attention  # noqa: E402
+from flashsim.errors import (  # noqa: E402
+    DTypeError,
+    FlashSimError,
+    FunctionError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
+from flashsim.torch import attention, decode, flex_attention  # noqa: E402
 
 pytestmark = [
     pytest.mark.promise("bridges equal their library"),
@@ -135,9 +143,30 @@ def test_grouped_heads_are_asked_for():
     q, k, v = inputs(heads=2)
     with pytest.raises(OptionError, match="enable_gqa=True"):
         flex_attention(q, k, v, alibi)
+    for name in ("enable_gqa", "return_lse"):
+        with pytest.raises(DTypeError, match=f"{name} must be True or False, got tensor"):
+            flex_attention(q, k, v, **{name: torch.ones(2)})
     wide = [x.repeat_interleave(2, dim=1) for x in (k, v)]
     out = flex_attention(q, k, v, alibi, enable_gqa=True)
     torch.testing.assert_close(out, _reference(q, *wide, alibi, None)[0])
+
+
+@pytest.mark.parametrize("how", [lambda f: f, lambda f: whole(f)], ids=["eager", "compiled"])
+def test_other_outputs_are_requested_as_in_torch(how):
+    q, k, v = inputs()
+    out, lse = flex_attention(q, k, v, alibi, return_lse=True)
+    attend = how(partial(flex_attention, q, k, v, alibi))
+    for wants in (True, False):
+        got, aux = attend(return_aux=flex.AuxRequest(lse=wants))
+        torch.testing.assert_close((got, aux.lse), (out, lse if wants else None))
+        assert aux.max_scores is None
+    for text, told in (
+        ("must be an AuxRequest, got True", {"return_aux": True}),
+        ("both passed", {"return_aux": flex.AuxRequest(), "return_lse": True}),
+        ("largest scores", {"return_aux": flex.AuxRequest(max_scores=True)}),
+    ):
+        with pytest.raises(FlashSimError, match=text):
+            flex_attention(q, k, v, **told)
 
 
 GRID = [[[1, 0, 0], [0, 1, 1], [0, 1, 0]], [[0, 1, 1], [1, 1, 1], [1, 1, 1]]]
@@ -161,6 +190,23 @@ def test_blocks_that_are_left_out_are_masked(grid, full):
     listed = lambda b, h, i, j: grid[0, h % grid.shape[1], i // 32, j // 32]  # noqa: E731
     out = flex_attention(q, k, v, None, blocks)
     torch.testing.assert_close(out, _reference(q, k, v, None, listed, heads=2)[0])
+
+
+def test_the_default_device_of_new_tensors_does_not_matter():
+    """`torch.set_default_device("cuda")` is common, also where tensors lie on the CPU."""
+    q, k, v = (x.detach()[:1] for x in inputs())
+    blocks = flex.create_block_mask(causal, None, None, N, M, device="cpu", BLOCK_SIZE=32)
+    cuts = {"cu_seqlens_q": [0, N], "cu_seqlens_k": [0, M]}
+    calls = (
+        lambda: flex_attention(q, k, v, None, blocks),
+        lambda: attention(q, k, v, **cuts),
+        lambda: decode(q[:, :, :1], k, v, cache_seqlens=[5], cache_batch_idx=[0]),
+    )
+    for call in calls:
+        expected = call()
+        with torch.device("meta"):
+            found = call()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_mask_of_other_lengths_is_refused():

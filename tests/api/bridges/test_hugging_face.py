@@ -688,6 +688,17 @@ def test_what_a_layer_may_not_ask(given, text, mask):
         hugging_face.attend(torch.nn.Module(), x, x, x, mask, is_causal=True, **given)
 
 
+def test_probabilities_of_a_model_that_does_not_tell_its_layers_are_refused():
+    """Siglip's layers get no `output_attentions`; its result would have no attentions."""
+    config = transformers.SiglipTextConfig(**SMALL, vocab_size=64)
+    model = transformers.SiglipTextModel(config)
+    model.set_attn_implementation("flashsim")
+    ids = torch.ones(1, 5, dtype=torch.long)
+    model(ids)
+    with pytest.raises(UnsupportedError, match="returning the probabilities"):
+        model(ids, output_attentions=True)
+
+
 def test_compiled_models():
     model, inputs = made(llama)
     model.set_attn_implementation("flashsim")

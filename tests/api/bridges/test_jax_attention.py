@@ -262,6 +262,8 @@ def test_functions_without_captured_arrays_and_sinks_alone():
     q, k, v, *_ = tensors()
     got = attention(q, k, v, mask_mod=lambda b, h, i, j: j <= i + 2)
     np.testing.assert_allclose(got, plain(q, k, v, causal=True), rtol=1e-9)
+    capped = attention(q, k, v, score_mod=lambda s, b, h, i, j: 2 * jnp.tanh(s / 2))
+    np.testing.assert_allclose(capped, attention(q, k, v, softcap=2.0), rtol=1e-9)
     low = attention(q, k, v, sinks=jnp.full(2, -1e30))
     np.testing.assert_allclose(low, plain(q, k, v), rtol=1e-9)
     with pytest.raises(
@@ -573,6 +575,12 @@ as_jax_nn(query_seq_lengths=jnp.ones(2))
 as_jax_nn(local_window_size=2.5)
     -> DTypeError: must be an integer or a pair (left, right), got 2.5
 as_jax_nn(is_causal="no") -> DTypeError: is_causal must be True or False, got 'no'
+as_jax_nn(query_seq_lengths="no") -> DTypeError: query_seq_lengths must be integers, got 'no'
+as_jax_nn(implementation="xla") -> UnknownArgumentError: here it is called backend
+attention(*[jnp.ones((7, 8))] * 3, cu_seqlens_q=7, cu_seqlens_k=7)
+    -> ShapeError: cu_seqlens_q must be a 1-D list
+jax.jit(lambda x: attention(*[jnp.ones((7, 8))] * 3, deterministic=x))(True)
+    -> DTypeError: deterministic= must be a Python value
 attention(*[jnp.ones((7, 8))] * 3, deterministic="yes")
     -> DTypeError: deterministic must be True or False
 """)

@@ -446,6 +446,9 @@ attention(*[torch.ones(3, 4).bfloat16()] * 3, bias=torch.ones(3, 3))
 ask(**{**CUTS, "cu_seqlens_q": [0, 4.7, 7]})
     -> ShapeError: integer offsets, got [0, 4.7, 7]
 ask(**{**CUTS, "cu_seqlens_k": "0, 5, 9"}) -> ShapeError: cu_seqlens_k ... got '0, 5, 9'
+ask(**{**CUTS, "cu_seqlens_k": {0: 5}}) -> ShapeError: integer offsets, got {0: 5}
+ask(**{**CUTS, "cu_seqlens_k": [0, 2**70]}) -> ShapeError: integer offsets
+ask(return_lse=torch.ones(2)) -> DTypeError: return_lse must be True or False, got tensor(
 ask(sinks=[0.0, 0.0]) -> DTypeError: sinks must be a torch.Tensor
 ask(sinks=torch.zeros(3)) -> ShapeError: of shape (2,), got float32 of shape (3,)
 ask(sinks=torch.zeros(2, dtype=torch.int64)) -> ShapeError: got int64

@@ -667,18 +667,19 @@ print("said", sys.argv[1:], __name__)
 """
 
 
-def command(tmp_path, text, *words):
+def command(tmp_path, text, *options, own=()):
+    """Run `flashsim watch` with these options on a program that has its `own` arguments."""
     script = tmp_path / "script.py"
     script.write_text(text)
-    return CliRunner().invoke(app, ["watch", str(script), *words])
+    return CliRunner().invoke(app, ["watch", *options, str(script), *own])
 
 
 def test_a_script_is_run_and_counted(tmp_path):
-    people = command(tmp_path, PROGRAM, "--device", "A100", "--", "--own", "3")
+    people = command(tmp_path, PROGRAM, "--device", "A100", own=["--own", "3", "--", "--n"])
     programs = command(tmp_path, PROGRAM, "--json", "--measure")
 
     assert people.exit_code == 0, people.output
-    assert "said ['--own', '3'] __main__" in people.stdout
+    assert "said ['--own', '3', '--', '--n'] __main__" in people.stdout
     assert "1 attention call of script.py on A100" in people.stdout
     standard, flash2, *_ = json.loads(programs.stdout)
     assert "said [] __main__" in programs.stderr
@@ -686,6 +687,15 @@ def test_a_script_is_run_and_counted(tmp_path):
     assert flash2["measured ms"] > 0
     assert flash2["requested B"] == flashsim.count(p).bytes()
     assert standard["requested B"] == flashsim.count(p, algorithm="standard").bytes()
+
+
+def test_an_option_of_both_after_the_program_is_refused_except_after_two_dashes(tmp_path):
+    unclear = command(tmp_path, PROGRAM, own=["--device=A100"])
+    clear = command(tmp_path, PROGRAM, own=["--", "--device=A100"])
+
+    assert unclear.exit_code == 2
+    assert "--device=A100 after the program could be an option of flashsim" in unclear.stderr
+    assert "said ['--device=A100']" in clear.stdout
 
 
 @pytest.mark.parametrize(
