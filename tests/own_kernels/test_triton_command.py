@@ -139,7 +139,7 @@ def test_an_array_of_numbers_is_set(tmp_path):
     path.write_text(GATHER)
     words = ["--set", "x=8x16", "--set", "at=int64:0,7,3", "--reference", "reference"]
 
-    assert "y_ptr right" in run(f"{path}:rows", *words)
+    assert "y_ptr right" in checked(f"{path}:rows", *words)
 
 
 def test_a_set_scale_and_mask_are_those_of_the_right_results(tmp_path):

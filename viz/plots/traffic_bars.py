@@ -127,16 +127,22 @@ def _few_enough(groups: Mapping[str, Any]) -> None:
 
 def _message(groups: Mapping[str, Trace | Traffic]) -> str:
     """Return the title: which of the drawn algorithms moves the fewest bytes."""
-    moved = {label.split(",")[0]: source.bytes() for label, source in groups.items()}
+    moved = {_short(label, source): source.bytes() for label, source in groups.items()}
     if len(moved) < len(groups):  # labels that differ only after a comma
         moved = {label: source.bytes() for label, source in groups.items()}
     most, least = max(moved, key=lambda n: moved[n]), min(moved, key=lambda n: moved[n])
     if len(moved) == 1:
-        return f"{most} moves {style.human(moved[most])}"
+        return f"{most} move{'' if ', ' in most else 's'} {style.human(moved[most])}"
     fewer = moved[most] / moved[least]
     if fewer < 1.005:
         return f"All move {style.human(moved[most])}"
     return f"{least} moves {fewer:.{1 if fewer < 9.95 else 0}f}× fewer bytes than {most}"
+
+
+def _short(label: str, source: Trace | Traffic) -> str:
+    """Return a label without settings; the name of a trace of several kernels has commas."""
+    name = sources.title(source.algorithm)
+    return name if label.startswith(name) else label.split(",")[0]
 
 
 def _place(tensor: str) -> tuple[int, str]:
