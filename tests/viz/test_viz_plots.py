@@ -686,6 +686,13 @@ def test_roofline_places_points_on_the_roof():
     assert "H200" in measured.get_title(loc="left")
 
 
+def test_the_name_of_the_strip_lies_on_no_other():
+    long = Problem(1 << 17, head_dim=64, dtype="float16")
+    tiling = Tiling(64, 64)
+    counted = [flashsim.count(long, algorithm=a, tiling=tiling) for a in ("flash1", "flash2")]
+    assert overlaps(viz.roofline(counted).figure) == []
+
+
 def test_perfect_l2_leaves_standard_attention_bound_by_memory():
     problem = Problem(4096, head_dim=128, heads=16, dtype="bfloat16")
     standard, flash = (
