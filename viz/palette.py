@@ -9,8 +9,9 @@ labels, gradients are hatched, and line styles differ.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 import numpy as np
@@ -127,7 +128,7 @@ def color(tensor: str, name: str = "light") -> str:
     tensor or theme raises an `OptionError`.
     """
     tensors = theme(name).tensors
-    key = tensor.removesuffix("_acc").removesuffix("_scale")
+    key = _base(tensor)
     return tensors[checks.one_of("tensor", key, tensors)]
 
 
@@ -135,12 +136,31 @@ def color(tensor: str, name: str = "light") -> str:
 OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1f", "#7f3f8f")
 
 
-def tint(tensor: str, name: str = "light") -> str:
-    """Return the colour of any tensor; tensors that a user's algorithm adds get one of `OWN`."""
-    key = tensor.removesuffix("_acc").removesuffix("_scale")
+def tint(tensor: str, name: str = "light", among: Sequence[str] = ()) -> str:
+    """Return the colour of any tensor; tensors that a user's algorithm adds get one of `OWN`.
+
+    In a picture of the tensors `among`, they have different colours while `OWN` has enough.
+    """
+    key = _base(tensor)
     if key in theme(name).tensors:
         return color(tensor, name)
-    return theme(name).muted if key == "temp" else OWN[zlib.crc32(key.encode()) % len(OWN)]
+    return theme(name).muted if key == "temp" else _own((*among, key))[key]
+
+
+def _base(tensor: str) -> str:
+    return tensor.removesuffix("_acc").removesuffix("_scale")
+
+
+@lru_cache(maxsize=64)
+def _own(tensors: tuple[str, ...]) -> dict[str, str]:
+    """Return a colour of `OWN` per tensor: that of its hash or, if that is taken, the next one."""
+    found: dict[str, str] = {}
+    for key in dict.fromkeys(map(_base, tensors)):
+        if key not in THEMES["light"].tensors:
+            at = zlib.crc32(key.encode()) % len(OWN)
+            order = OWN[at:] + OWN[:at]
+            found[key] = next((c for c in order if c not in found.values()), order[0])
+    return found
 
 
 def is_gradient(tensor: str) -> bool:

@@ -86,11 +86,12 @@ def save_figure(
             f"the picture would have {width:.3g} x {height:.3g} pixels at {dpi:g} dpi; a picture "
             f"needs at least {LEAST_DPI} dpi, and may have at most {MOST_PIXELS:,} pixels"
         )
-    if size is not None:
-        figure.set_size_inches(size)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="constrained_layout not applied")
         try:
+            if size is not None:
+                figure.set_size_inches(size)
+                _fit_texts(figure, dpi)
             with mpl.rc_context(_AS_TEXT), whole(path) as part:  # type: ignore[arg-type]
                 figure.savefig(part, format=ending, dpi=dpi, metadata=_UNDATED.get(ending))
         except UserWarning:
@@ -101,3 +102,19 @@ def save_figure(
         except RuntimeError as error:  # .pgf needs LaTeX, which may not be installed
             raise BackendUnavailable(f"cannot write {path.name!r} here: {error}") from None
     return path
+
+
+def _fit_texts(figure: Any, dpi: float) -> None:
+    """Make titles and lines below them smaller that the right edge of the figure would cut."""
+    from matplotlib.text import Text
+
+    before = figure.dpi
+    figure.set_dpi(dpi)  # a text's width is not quite in proportion to it
+    figure.draw_without_rendering()
+    for text in (child for ax in figure.axes for child in ax.get_children()):
+        if not isinstance(text, Text) or not text.get_text():
+            continue
+        box, right = text.get_window_extent(), 0.98 * figure.bbox.x1
+        if box.width > right / 2 and box.x1 > right:
+            text.set_fontsize(text.get_fontsize() * (right - box.x0) / box.width)
+    figure.set_dpi(before)

@@ -145,10 +145,10 @@ def note(
     return ax.annotate(text, at, offset, xycoords=within, textcoords="offset points", **look)
 
 
-def tensor_style(tensor: str, theme: Theme) -> dict[str, Any]:
-    """Return the look of a bar that stands for a tensor: its colour, hatched for a gradient."""
+def tensor_style(tensor: str, theme: Theme, among: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the look of a bar for a tensor `among` others: its colour, hatched for a gradient."""
     hatch = HATCH if palette.is_gradient(tensor.removesuffix("_acc")) else None
-    color = palette.tint(tensor, theme.name)
+    color = palette.tint(tensor, theme.name, among)
     return {"facecolor": color, "edgecolor": theme.background, "hatch": hatch}
 
 

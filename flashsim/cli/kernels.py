@@ -32,6 +32,8 @@ from flashsim.problem.problem import Problem, numpy_dtype
 
 _DEFAULT = Problem(256, head_dim=64, heads=2)
 _FLAGS = ("causal", "is_causal")
+#: Types of the arrays of numbers that --set accepts.
+_KINDS = ("int32", "int64", "float32")
 _SCALES = ("scale", "sm_scale", "softmax_scale")
 
 
@@ -61,7 +63,7 @@ def kernel(
         None,
         "--set",
         help="Set another parameter, NAME=VALUE; a VALUE such as 64x200 is a random array of that "
-        "shape.",
+        "shape, and int32:0,100,256 an array of these numbers.",
     ),
     name: list[str] | None = typer.Option(
         None,
@@ -200,11 +202,24 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
-    """Convert "64x200" to a random array and a Python literal to its value; keep other texts."""
+    """Convert a --set option's value to an array or a Python literal; keep other texts.
+
+    "64x200" is a random array, and "int32:0,100,256" an array of the numbers.
+    """
     if re.fullmatch(r"\d+(x\d+)+", text):
         shape = tuple(int(n) for n in text.split("x"))
         cost.fits(4 * math.prod(shape), "make a smaller array")
         return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
+    kind, _, numbers = text.partition(":")
+    if kind in _KINDS and numbers:
+        as_number = float if kind == "float32" else int
+        try:
+            return np.array([as_number(one) for one in numbers.split(",")], kind)
+        except (ValueError, OverflowError):
+            raise OptionError(
+                f"--set got {text!r}, which is not an array of {kind}; write numbers between "
+                f"commas, such as {kind}:0,100,256"
+            ) from None
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -266,7 +281,7 @@ def _call(
             raise OptionError(
                 f"{name} has a parameter {parameter!r}, which is not the name of an attention "
                 f"tensor; set its value with --set {parameter}=VALUE, where a VALUE such as "
-                "64x200 makes a random array"
+                "64x200 makes a random array, and int32:0,100,256 an array of these numbers"
             )
     for other in settings:
         if other not in parameters:

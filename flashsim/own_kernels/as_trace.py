@@ -28,7 +28,8 @@ def as_trace(
 ) -> Trace:
     """Return a record as a trace: one stage per kernel launch, one outer-loop step per program.
 
-    If all heads make the same accesses, the trace keeps the accesses of one head only.
+    If all heads make the same accesses, the trace keeps the accesses of one head only. Otherwise,
+    the trace's problem has a single KV head, and its provenance says how many heads there are.
     UnsupportedError is raised if the record has more launches or tensor names than a trace can
     hold.
     """
@@ -43,6 +44,9 @@ def as_trace(
     codes, problem = _Codes(geometry), geometry.problem
     stages = [_stage(geometry, n, cuts[n], codes, problem) for n in launches]
     if None in stages:
+        heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
+        grouped = f"{heads} / {kv_heads}" if heads != kv_heads else f"{heads}"
+        provenance = {**provenance, "heads": f"{grouped} heads"}
         problem = _one_group(problem)
         stages = [_stage(geometry, n, cuts[n], codes, problem) for n in launches]
     direction = "backward" if any(x in geometry.labels for x in ("dQ", "dK", "dV")) else "forward"

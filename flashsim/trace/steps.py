@@ -111,9 +111,13 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """One text per step, such as "part 2 of 4", or "" if a row tile's keys are not split."""
-        notes = [""] * len(self)
+        """One text per step, such as "part 2 of 4" of split keys, or "head 2 of 4" of a group."""
+        notes, heads = [""] * len(self), self.events["head"][self.ends]
         for number, stage in enumerate(self.trace.stages):
+            visits = np.flatnonzero((self.stage == number) & (self.visit >= 0))
+            if members := int(heads[visits].max(initial=0)):
+                for step in visits:
+                    notes[step] = f"head {heads[step] + 1} of {members + 1}"
             slots, parts = stage.schedule.slots, stage.schedule.part_counts
             done = np.zeros(stage.schedule.t_r, np.int64)
             for step in np.flatnonzero(self.stage == number) if stage.stage.parts else ():

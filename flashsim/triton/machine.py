@@ -77,6 +77,7 @@ class Interpreter:
         self._started = 0
         self.tuned = False  # whether a kernel had configurations to choose from
         self.atomic = False
+        self._exponents: dict[int, tuple[int, float]] = {}  # of this launch, by line
         self._positive: set[int] = set()  # lines with exponentials of positive numbers
         self._kernel: Any = None  # the launched JITFunction; none with TRITON_INTERPRET=1
         self._front_end = FrontEnd()
@@ -289,22 +290,33 @@ class Interpreter:
             self.recorder.work(kind, size, line=self.line())
 
     def exponent(self, arg: Any) -> None:
-        """Add a note if a forward pass of attention computes exp of a positive number."""
+        """Keep the size and the largest argument of this line, for `_note_exponents`."""
         if self.memory.silent or floats.is_narrow(arg.dtype):
             return
         most = float(np.max(arg.data, initial=-np.inf, where=np.isfinite(arg.data)))
-        if most <= POSITIVE:
-            return
+        size, known = self._exponents.get(self.line()[1], (0, -np.inf))
+        if not in_library(self.at.folder):  # tl.sigmoid, for example
+            self._exponents[self.line()[1]] = max(size, arg.data.size), max(known, most)
+
+    def _note_exponents(self) -> None:
+        """Add a note if a forward pass of attention computes exp of a positive number.
+
+        Another exponential, of at least as many numbers and none of them positive, is the softmax;
+        the line then computes something else, such as the tanh of a softcap.
+        """
         papers = {paper_name(one.name) for one in self.recorder.tensors}
-        inside = in_library(self.at.folder)  # tl.sigmoid, for example
-        number = self.line()[1]
-        if not {"Q", "K", "V"} <= papers or "dO" in papers or inside or number in self._positive:
+        found, self._exponents = self._exponents, {}
+        if not {"Q", "K", "V"} <= papers or "dO" in papers:
             return
-        self._positive.add(number)
-        self.recorder.note(
-            f"line {number}: an exponential of a positive number, {most:.3g}. A softmax subtracts "
-            "its running maximum first, so that none is positive; without it, large scores overflow"
-        )
+        softmax = max((size for size, most in found.values() if most <= POSITIVE), default=0)
+        for number, (size, most) in found.items():
+            if most > POSITIVE and size > softmax and number not in self._positive:
+                self._positive.add(number)
+                self.recorder.note(
+                    f"line {number}: an exponential of a positive number, {most:.3g}. A softmax "
+                    "subtracts its running maximum first, so that none is positive; without it, "
+                    "large scores overflow"
+                )
 
     # -- launches -------------------------------------------------------------------------------
 
@@ -354,6 +366,7 @@ class Interpreter:
             self._started = 0
             for place in self._places(name, grid):
                 self._program(ran, place)
+        self._note_exponents()
 
     @contextmanager
     def _running(self, fn: Callable[..., Any], grid: tuple[int, ...]) -> Iterator[None]:

@@ -17,6 +17,7 @@ from flashsim.own_kernels.mistakes import Back, Way, backward, forward
 from flashsim.own_kernels.names import identifier, labels, paper_name
 from flashsim.own_kernels.record import float64
 from flashsim.own_kernels.steps import Follower
+from flashsim.viz.style import human
 
 pytestmark = pytest.mark.promise("three counts equal")
 
@@ -107,6 +108,7 @@ def test_heads_that_differ_are_spelled_out():
 
     assert traced.trace.stages[0].repeat == 1
     assert traced.trace.bytes() == traced.bytes() == (64 + 32) * 32 * 4
+    assert "forward: all 2 heads, 64" in viz.page(traced).html
 
 
 def test_a_group_of_query_heads_shares_keys():
@@ -292,6 +294,8 @@ def test_launches_apart():
     assert second.bytes("load") == 64 * 16 * 4
     assert second.trace.flops() == 200
     assert traced.trace.flops() == 300
+    title = viz.traffic(traced).get_title("left")
+    assert title == f"first, second move {human(traced.bytes())}"  # not only the first
     with pytest.raises(OptionError, match="unknown kernel 'third'"):
         traced.only("third")
 

@@ -158,6 +158,17 @@ def test_mistakes_are_named(answer, right, wrong, said):
     assert said in answer(text.replace(right, wrong), *words)
 
 
+def test_the_tanh_of_a_softcap_is_no_softmax_without_a_maximum(answer):
+    tanh = "s = 5.0 * (2.0 / (1.0 + tl.exp(-2.0 * s / 5.0)) - 1.0)"
+    place = "        s = tl.where"
+    text = files.kernel() + files.STACKED
+    assert place in text
+
+    said = answer(text.replace(place, f"        {tanh}\n{place}"), "attention", "-d", 16)
+    assert "exponential" not in said
+    assert "O WRONG" in said  # a softcap, and the comparison is with attention without one
+
+
 def test_in_16_bits_a_scale_that_is_off_by_four_percent_is_wrong(answer):
     text = files.kernel() + files.STACKED
     words = ["attention", "--causal", "-n", 96, "-d", 16, "--dtype", "bfloat16"]

@@ -114,6 +114,34 @@ def test_a_file_with_its_own_reference(tmp_path):
         assert "line 1, `raise SystemExit(3)`: SystemExit: 3" in refused("kernel", target)
 
 
+GATHER = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def gather(x_ptr, at_ptr, y_ptr, d: tl.constexpr):
+    row, column = tl.load(at_ptr + tl.program_id(0)), tl.arange(0, d)
+    tl.store(y_ptr + tl.program_id(0) * d + column, tl.load(x_ptr + row * d + column))
+
+def rows(x, at):
+    import numpy as np
+    y = np.zeros((len(at), x.shape[1]), x.dtype)
+    gather[(len(at),)](x, at, y, x.shape[1])
+
+def reference(loaded):
+    assert loaded["at_ptr"].dtype == "int64"
+    return loaded["x_ptr"][[0, 7, 3]]
+"""
+
+
+def test_an_array_of_numbers_is_set(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(GATHER)
+    words = ["--set", "x=8x16", "--set", "at=int64:0,7,3", "--reference", "reference"]
+
+    assert "y_ptr right" in checked(f"{path}:rows", *words)
+
+
 def test_a_set_scale_and_mask_are_those_of_the_right_results(tmp_path):
     text = FLASH.read_text(encoding="utf-8").replace("n, d**-0.5, causal", "n, scale, causal")
     path = tmp_path / "mine.py"
@@ -209,6 +237,7 @@ def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
         ([f"{ROOT}/examples/triton/softmax.py:softmax"], "set its value with --set x=VALUE"),
         ([f"{FLASH}:forward", "--set", "blocks=3"], "the parameter 'blocks'"),
         ([f"{FLASH}:forward", "--set", "blocks"], "must have the form NAME=VALUE, got 'blocks'"),
+        ([f"{FLASH}:forward", "--set", "scale=int32:1,.5"], "such as int32:0,100,256"),
         ([f"{FLASH}:forward", "-n", "64", "--config", "1"], "has no @triton.autotune"),
         ([FLASH, "--causal"], "runs as a program, because no function is named, but --causal"),
         ([f"{FLASH}:forward", "--ndim", "5"], "ndim must be 2, 3 or 4, got 5"),

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 from itertools import pairwise
 
+import chromium
 import numpy as np
 import pytest
 import viz_cases as cases
+from overlaps import overlaps
 from PIL import Image
 
 import flashsim
@@ -129,6 +131,19 @@ def test_long_labels_stay_in_their_half():
         room = ax.get_window_extent()
         static = [text for text in ax.texts if text not in counters.values]
         assert max(text.get_window_extent().x1 for text in static[:2]) <= room.x1 + 1
+
+
+@pytest.mark.parametrize("names", [["flash2"], ["flash1", "flash2"]])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_texts_of_a_backward_pass_do_not_touch(names, kv_heads):
+    problem = flashsim.Problem(64, head_dim=8, heads=8, kv_heads=kv_heads)
+    film = Film([flashsim.count(problem, algorithm=a, direction="backward") for a in names])
+    film.frame(len(film) // 2)
+    assert overlaps(film.figure) == []
+    for scene in film.scenes:
+        below = [t.get_window_extent() for t in scene.ax.texts if t.get_va() == "top"][:-1]
+        edges = sorted((box.x0, box.x1) for box in below)
+        assert all(left[1] < right[0] for left, right in pairwise(edges))
 
 
 def test_a_label_that_is_no_math_is_written_as_it_stands():
@@ -255,6 +270,18 @@ def test_html_needs_no_network_and_runs_only_its_own_script(tmp_path):
         inside = re.search(f"<{tag}>(.*?)</{tag}>", text, re.S)[1]
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
+
+
+def test_an_arrow_key_moves_an_animation_by_one_frame(browser, tmp_path, request):
+    file = viz.animate(cases.trace(), tmp_path / "film.html", max_frames=9)
+    with chromium.tabs(browser, tmp_path, request.node.name, "frames.length") as show:
+        tab = show(file.read_text(encoding="utf-8"))
+        tab.focus("#scrub")
+        for key, frame in (("Home", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1)):
+            tab.keyboard.press(key)
+            assert tab.evaluate("at") == frame
+        tab.keyboard.press("Space")
+        chromium.until(tab, "playing")
 
 
 @pytest.mark.parametrize("name", ["a$b", "$x_{1$", "100$ and $$"])

@@ -26,9 +26,7 @@ def test_no_text_of_the_gallery_overlaps(name):
     assert overlaps(figure) + crossings(figure) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["heads.png", pytest.param("block-sizes.png", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("name", ["heads.png", "block-sizes.png", "roofline.png"])
 def test_slides_are_16_to_9_with_larger_type_that_does_not_overlap(name, tmp_path):
     ax = PLOTS[name]()
     written = viz.save_figure(ax, tmp_path / "one.pdf", slides=True)

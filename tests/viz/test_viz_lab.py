@@ -499,6 +499,33 @@ def test_it_fits_the_screen_and_the_finger(show, width):
     assert min(small) >= (36 if width < 800 else 28)
 
 
+ROOFLINE = """(() => {
+    const figure = document.querySelector("svg[aria-label^=Roofline]");
+    const [a, b] = ["requested", "compulsory"].map((name) => [...figure.querySelectorAll("text")]
+        .find((x) => x.textContent === name).getBoundingClientRect());
+    const { left, right } = figure.getBoundingClientRect();
+    return {
+        inside: [a, b].every((name) => name.left >= left && name.right <= right),
+        apart: a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top,
+        dots: [...figure.querySelectorAll("circle[stroke]")].map((x) => +x.getAttribute("cx")),
+    };
+})()"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("at", ["#n_q=1&d=1&dtype=float64", "#n_q=4096", "#n_q=1048576"])
+def test_the_roofline_names_its_points_inside_the_figure(show, at, width):
+    found = show(at, width=width).evaluate(ROOFLINE)
+    assert found["inside"]
+    assert found["apart"]
+
+
+def test_the_roofline_has_room_for_every_intensity(show):
+    tab = show("#n_q=200000")
+    compulsory = tab.evaluate(ROOFLINE)["dots"][1]
+    assert compulsory < tab.evaluate("wide()") - 13  # not at the edge, as if it were less
+
+
 def test_controls_and_figures_have_names(show):
     tab = show("#ab=1&ask=K")
     tab.evaluate("by('answers').hidden = false")

@@ -274,6 +274,12 @@ def test_nothing_lies_under_the_bar(show, panes, height):
     assert cut == [[], True]
 
 
+def test_two_traces_on_a_slide_show_their_sram(show):
+    tab = show(viz.page([cases.trace("flash1"), cases.trace()]), width=1168, height=545)
+    bottom = "document.querySelectorAll('.sram')[1].getBoundingClientRect().bottom"
+    assert tab.evaluate(f"{bottom} <= document.querySelector('footer').offsetTop")
+
+
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (768, 700), (1366, 768)])
 @pytest.mark.parametrize("how", ["button", "key", "summary"])
 def test_help_opens_clear_of_the_bar(show, width, height, how):

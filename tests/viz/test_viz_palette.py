@@ -99,3 +99,12 @@ def test_gradients_are_known():
         "dQ",
         "dBias",
     ]
+
+
+@pytest.mark.parametrize("name", palette.THEMES)
+def test_own_tensors_of_one_picture_differ(name):
+    own = ["s", "p", "acc", "acc_scale", "m_new", "out", "alpha", "s_2", "p_2"]
+    assert palette.tint("p", name) == palette.tint("out", name)  # in different pictures
+    colors = {tensor: palette.tint(tensor, name, ["Q", *own]) for tensor in own}
+    assert colors["acc"] == colors["acc_scale"]
+    assert len(set(colors.values())) == 8

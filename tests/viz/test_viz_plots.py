@@ -299,6 +299,25 @@ def test_grouped_heads_are_said_everywhere():
     assert line(several, "FlashAttention-2, 16 / 4 heads")
 
 
+def test_pictures_of_a_backward_pass_show_all_heads_of_a_group():
+    problem = Problem(64, head_dim=8, heads=8, kv_heads=2)
+    counted = [
+        flashsim.count(problem, algorithm=name, direction="backward", tiling=Tiling(16, 16))
+        for name in ("flash1", "flash2")
+    ]
+    order = viz.tile_map(counted[1]).images[0].get_array()  # 4 heads x 4 row tiles per key tile
+    assert np.array_equal(order, np.arange(4)[:, None] + 16 * np.arange(4))
+    totals = viz.cumulative(counted)
+    ends = [entry.get_ydata()[-1] for entry in totals.lines[::2]]
+    assert ends == [count.bytes() // 2 for count in counted]  # of one of two groups
+    assert "4 of 8 / 2 heads" in " ".join(words(totals.texts))
+    about = Film(counted[1]).panels[0][1].about.get_text()
+    assert about.startswith("one of 8 / 2 heads, 4 in stage dkdv")
+    assert "one of 8 / 2 heads, 4 in stage dkdv" in viz.page(counted[1]).html
+    notes = Film(counted[1]).panels[0][1].walk.notes
+    assert [notes.count(f"head {n} of 4") for n in (1, 2, 3, 4)] == [16] * 4
+
+
 def test_labels_of_traffic_do_not_touch():
     ax = viz.traffic([cases.trace(name, "backward") for name in cases.ALGORITHMS])
     assert len(ax.get_xticklabels()) == len(cases.ALGORITHMS)
@@ -324,6 +343,8 @@ def test_the_numbers_beside_a_map_of_one_tile_are_whole():
     bar = ax.figure.axes[-1]
     low, high = bar.get_ylim()
     assert [y for y in bar.get_yticks() if low <= y <= high] == [0]
+    one = viz.tile_map(flashsim.count(Problem(2), tiling=Tiling(2, 1)))
+    assert one.get_xlabel() == "key tile j (1 key each)"
     (number,) = [text for text in ax.texts if text.get_text() == "0"]
     image = ax.images[0]
     assert number.get_color() == ink_on(image.cmap(image.norm(0)))
@@ -441,6 +462,25 @@ def test_mask_shows_what_is_kept_wasted_and_skipped():
 def test_a_masks_title_names_it(options, name):
     title = viz.mask(Problem(32, **options), Tiling(16, 16)).get_title("left")
     assert title.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "share", "kept"),
+    [
+        ({"n_q": 1}, "100%", "kept: 1 score"),
+        ({"n_q": 256, "window": (0, 0)}, "under 1%", "kept: 256 scores"),
+        ({"n_q": 256, "window": (254, 255)}, "over 99%", "kept: 65,535 scores"),
+    ],
+)
+def test_a_masks_title_rounds_to_all_or_none_only_if_true(options, share, kept):
+    ax = viz.mask(Problem(**options))
+    assert ax.get_title("left").endswith(f": {share} of the scores are kept")
+    assert words(ax.get_legend().get_texts())[0] == kept
+
+
+@pytest.mark.parametrize("shape", [(1999, 300), (20, 2000), (2000, 2000), (1, 1)])
+def test_numbers_beside_a_mask_do_not_touch(shape):
+    assert overlaps(viz.mask(Problem(*shape)).figure) == []
 
 
 def test_mask_shades_a_bias():
@@ -644,6 +684,13 @@ def test_roofline_places_points_on_the_roof():
     assert [list(x.get_ydata()) for x in marks] == [[speed], [speed]]
     assert f"FlashAttention-2 (measured: {human(speed, 'FLOP/s')})" in words(measured.texts)
     assert "H200" in measured.get_title(loc="left")
+
+
+def test_the_name_of_the_strip_lies_on_no_other():
+    long = Problem(1 << 17, head_dim=64, dtype="float16")
+    tiling = Tiling(64, 64)
+    counted = [flashsim.count(long, algorithm=a, tiling=tiling) for a in ("flash1", "flash2")]
+    assert overlaps(viz.roofline(counted).figure) == []
 
 
 def test_perfect_l2_leaves_standard_attention_bound_by_memory():

@@ -195,11 +195,13 @@ def places(algorithms: Iterable[str]) -> list[int]:
 
 
 def about(source: Trace | Traffic) -> list[str]:
-    """Return phrases that describe a trace or count: sizes, type, mask, tiling, backend."""
+    """Return phrases that describe a trace or count: heads, sizes, type, mask, tiling, backend."""
     p = source.problem
     packed = p.cu_seqlens_q is not None
+    # If the heads of a user's kernel differ, its trace's problem has them all in one group.
+    own = getattr(source, "provenance", {}).get("heads")
     return [
-        heads(p.batch * p.heads, p.batch * p.kv_heads),
+        own or heads(p.batch * p.heads, p.batch * p.kv_heads),
         f"{p.n_q:,} × {p.n_kv:,}",
         f"d\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{p.head_dim}",
         p.dtype,
@@ -221,6 +223,26 @@ def heads(queries: int, keys: int) -> str:
     if queries != keys:
         return f"{queries} / {keys} heads"
     return f"{queries} heads" if queries > 1 else "1 head"
+
+
+def about_shown(trace: Trace) -> list[str]:
+    """Return the phrases of `about`; the first says how many of the heads a trace's steps show.
+
+    A stage's loops run for one head, or for all heads of a group, one after the other or packed.
+    """
+    words, wide = about(trace), {stage.name: stage.stride for stage in trace.stages}
+    least = min(wide.values())
+    words[0] = share_of_heads(least, trace)
+    words[0] += "".join(f", {n} in stage {name}" for name, n in wide.items() if n > least)
+    return words
+
+
+def share_of_heads(shown: int, trace: Trace) -> str:
+    """Return a phrase such as "one of 16 / 4 heads", "4 of 16 / 4 heads" or "all 2 heads"."""
+    total, words = trace.problem.batch * trace.problem.heads, about(trace)[0]
+    if total == 1:
+        return words
+    return f"all {words}" if shown == total else f"{'one' if shown == 1 else shown} of {words}"
 
 
 def window(sides: tuple[int, int]) -> str:

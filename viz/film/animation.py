@@ -203,7 +203,7 @@ class Film(Frames):
             facts, sram = (0.67, 0.6, 0.31, 0.37), (0.67, 0.475, 0.31, 0.055)
         else:
             diagram = (left, 0.32, width, 0.66)
-            facts, sram = (left, 0.14, width, 0.17), (left, 0.062, width, 0.04)
+            facts, sram = (left, 0.14, width, 0.17), (left, 0.068, width, 0.037)
         at = self.figure.add_axes
         aspect = diagram[2] * _SIZE[0] / (diagram[3] * _SIZE[1])
         scene = Scene(at(diagram), at(sram), walk, look, aspect, full)

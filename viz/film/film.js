@@ -14,9 +14,16 @@ scrub.max = frames.length - 1;
 scrub.oninput = () => { play(false); show(Number(scrub.value)); };
 button.onclick = () => play(!playing);
 document.addEventListener("keydown", (event) => {
-  if (event.key === "ArrowRight") { play(false); show(at + 1); }
-  else if (event.key === "ArrowLeft") { play(false); show(at - 1); }
-  else if (event.key === " " && event.target !== button) { event.preventDefault(); play(!playing); }
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === " " && event.target === button) return;
+  const keys = {
+    ArrowRight: () => { play(false); show(at + 1); },
+    ArrowLeft: () => { play(false); show(at - 1); },
+    " ": () => play(!playing),
+  };
+  if (!keys[event.key]) return;
+  event.preventDefault();  // the slider would move by another frame
+  keys[event.key]();
 });
 setInterval(() => { if (playing) show((at + 1) % frames.length); }, delay);
 play(playing);

@@ -92,13 +92,13 @@ class Counters:
         self.walk = walk
         ax.axis("off")
         _fit(ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold", parse_math=False), ax)
-        words = sources.about(walk.trace)
-        words[0] = f"one of {words[0]}" if words[0] != "1 head" else "one head"
-        about = ", ".join(words)
+        words = sources.about_shown(walk.trace)
+        about, long = ", ".join(words), len(words[0]) > 30
         if columns == 2:
-            about = ", ".join(words[:3]) + ",\n" + ", ".join(words[3:])
-        level = 0.87 if columns == 2 else 0.78
-        self.about = ax.text(0, level, about, va="top", fontsize=10, color=theme.muted)
+            lines = [words[:1], words[1:4], words[4:]] if long else [words[:3], words[3:]]
+            about = ",\n".join(map(", ".join, lines))
+        level, size = (0.78 if columns > 2 else 0.89 if long else 0.87), (8.5 if long else 10)
+        self.about = ax.text(0, level, about, va="top", fontsize=size, color=theme.muted)
         _fit(self.about, ax)
         facts = {"loaded": 0, "stored": 1}
         if walk.hbm_bytes[-1, 2]:
@@ -170,7 +170,7 @@ class Moves:
             e = moves[n]
             tensor = self.walk.trace.tensors[e["tensor"]].removesuffix("_acc")
             line.set(
-                color=tint(tensor, self.theme.name),
+                color=tint(tensor, self.theme.name, self.walk.trace.tensors),
                 linestyle="-" if e["op"] == LOAD else (0, (1.6, 0.8)),
             )
             name.set_text(f"{OPS[e['op']]} {SYMBOLS.get(tensor, tensor)}")

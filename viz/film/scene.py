@@ -80,6 +80,8 @@ class Scene:
         self.grid = self._image(self.box, t_r, t_c)
         touched = diagram.first_touch(self.walk)
         self.strips: dict[str, _Strip] = {}
+        pitch = float(np.diff(self.ax.transData.transform([(0, 0), (out, 0)])[:, 0])[0])
+        size = min(12.5, 0.44 * pitch)  # so that names below neighbouring strips do not touch
         for side, names in around.items():
             for n, name in enumerate(names):
                 before, after, half = (n + 1) * out, _GAP + n * out, _STRIP / 2
@@ -93,7 +95,7 @@ class Scene:
                 upright = len(word) > 3 and name not in self.key_side  # wider than its strip
                 self.ax.text(
                     box[0] + tx, box[1] + ty, word, ha=ha, va=va, rotation=90 if upright else 0,
-                    fontsize=10 if upright else 12.5, fontweight="bold",
+                    fontsize=min(10, size) if upright else size, fontweight="bold",
                 )  # fmt: skip
                 image = self._image(box, *((1, t_c) if name in self.key_side else (t_r, 1)))
                 along = (n + 1) / (len(names) + 1)
@@ -151,7 +153,8 @@ class Scene:
         across = int(ax.get_window_extent().width // max(42, 12 + 6 * longest))  # names in a row
         self.bars = []
         for n, name in enumerate(walk.buffers):
-            bar = Rectangle((0, 0), 0, 1, lw=0.8, **tensor_style(name, self.theme))
+            look = tensor_style(name, self.theme, walk.trace.tensors)
+            bar = Rectangle((0, 0), 0, 1, lw=0.8, **look)
             ax.add_patch(bar)
             self.bars.append(bar)
             self.artists.append(bar)
@@ -188,6 +191,9 @@ class Scene:
         self.stage_text.set_text(f"stage {walk.trace.stages[stage].name}{note} · HBM: {held}")
         self._update_sram(step)
 
+    def _tint(self, tensor: str) -> str:
+        return tint(tensor, self.theme.name, self.walk.trace.tensors)
+
     def _grid_colors(self, step: int, stage: int) -> np.ndarray:
         theme, walk = self.theme, self.walk
         low = mix(theme.panel, tint("S", theme.name), 0.3)
@@ -203,7 +209,7 @@ class Scene:
         return image.astype(np.uint8)
 
     def _strip_colors(self, name: str, step: int) -> np.ndarray:
-        theme, own = self.theme, tint(name, self.theme.name)
+        theme, own = self.theme, self._tint(name)
         idle, seen = mix(theme.background, own, 0.22), mix(theme.background, own, 0.55)
         moved = self.strips[name].first <= step
         colors = np.where(moved[:, None], seen, idle).astype(np.uint8)
@@ -212,8 +218,8 @@ class Scene:
     def shades(self) -> np.ndarray:
         """Return the scene's colours and its ramp's samples, a uint8 array of shape (n, 3)."""
         theme = self.theme
-        own = [tint(name, theme.name) for name in (*self.strips, *self.in_grid)]
-        held = [tint(name, theme.name) for name in self.walk.buffers]
+        own = [self._tint(name) for name in (*self.strips, *self.in_grid)]
+        held = [self._tint(name) for name in self.walk.buffers]
         s = tint("S", theme.name)
         ramp = [mix(theme.panel, s, share) for share in np.linspace(0.3, 0.75, 40)]
         strips = [mix(theme.background, c, share) for c in own for share in (0.22, 0.55, 1)]
@@ -255,7 +261,7 @@ class Scene:
                 continue
             e = moves[n]
             name = self.walk.trace.tensors[e["tensor"]].removesuffix("_acc")
-            shade = tint(name, self.theme.name)
+            shade = self._tint(name)
             tile.set_facecolor(shade)
             if name not in self.strips:
                 tile.set_bounds(*self.cell(int(e["i"]), int(e["j"])))

@@ -174,11 +174,14 @@ function roofline_figure(r, T, id, trail, others) {
   if (!peak) {
     return nothing(T, `${name} has no peak for ${r.state.dtype}`, `No peak is known for ${r.state.dtype} on ${name}, so there is no roofline.`);
   }
-  const lo = -1, hi = 14, high = Math.log2(peak) + 1.1, low = high - 12;
+  const all = [r, ...others.map((other) => other.r)].flatMap((one) => roofline_of(one).points);
+  const powers = all.map((p) => Math.log2(p.intensity)).filter(Number.isFinite);
+  const lo = Math.min(-1, Math.floor(Math.min(...powers))), hi = Math.max(14, Math.ceil(Math.max(...powers)));
+  const high = Math.log2(peak) + 1.1, low = Math.min(high - 12, Math.log2(2 ** lo * hbm_bandwidth || peak));
   const x = (v) => left + ((W - left - right) * (Math.min(Math.max(Math.log2(v), lo), hi) - lo)) / (hi - lo);
   const y = (v) => top + ((H - top - bottom) * (high - Math.max(Math.log2(v), low))) / (high - low);
   const x_ticks = [], y_ticks = [];
-  for (let n = lo + 1; n <= hi; n += 2) x_ticks.push(2 ** n);
+  for (let n = lo + 1; n <= hi; n += hi - lo > 15 ? 4 : 2) x_ticks.push(2 ** n);
   for (let n = Math.ceil(Math.log10(2 ** low)); 10 ** n < 2 ** high; n += 1) y_ticks.push(10 ** n);
   let body = axes(T, frame, x, y, x_ticks, y_ticks, "", "matrix-product FLOPs per byte");
   const roof = (bandwidth, said, more) => {
@@ -202,9 +205,11 @@ function roofline_figure(r, T, id, trail, others) {
   for (const p of points) {
     const [cx, cy] = place(p), filled = p.name === "requested" ? T.accent : T.background;
     body += dot(cx, cy, 7, filled, `stroke="${T.accent}" stroke-width="2.5"`);
-    const end = cx > W - 100 || (p.name === "requested" && place(points[1])[0] - cx < 170);
-    body += text(cx + (end ? -6 : 6), cy + 22, p.name,
-      { size: 12, weight: 600, anchor: end ? "end" : "start", fill: T.text });
+    const last = cx > W - 100, near = place(points[1])[0] - place(points[0])[0] < 170;
+    const end = last || (p.name === "requested" && near), above = end && cx < left + 70;
+    const down = above ? -12 : last && near && p.name === "compulsory" ? 38 : 22;
+    body += text(cx + (end && !above ? -6 : 6), cy + down, p.name,
+      { size: 12, weight: 600, anchor: end && !above ? "end" : "start", fill: T.text });
   }
   for (const other of others) {
     for (const p of roofline_of(other.r).points) {

@@ -150,7 +150,7 @@ def _check_size(traces: Sequence[Trace], max_mb: float) -> None:
 
 def _theme(name: str, tensors: Sequence[str]) -> dict[str, Any]:
     t = THEMES[name]
-    own = {key: tint(key, name) for key in tensors[1:] if not key.endswith("_acc")}
+    own = {key: tint(key, name, tensors[1:]) for key in tensors[1:] if not key.endswith("_acc")}
     names = ("background", "panel", "text", "muted", "grid", "accent")
     return {**{key: getattr(t, key) for key in names}, "tensors": {**t.tensors, **own}}
 
@@ -158,7 +158,7 @@ def _theme(name: str, tensors: Sequence[str]) -> dict[str, Any]:
 def _pane(
     label: str, trace: Trace, statistics: RowStatistics | None, names: Sequence[str]
 ) -> dict[str, Any]:
-    walk, p, gpu = Steps(trace), trace.problem, trace.provenance.get("gpu", "")
+    walk, gpu = Steps(trace), trace.provenance.get("gpu", "")
     t_r, t_c = diagram.one_grid(trace)
     e = walk.events
     tensor = np.array([names.index(name) for name in trace.tensors])[e["tensor"]]
@@ -169,9 +169,8 @@ def _pane(
         "label": label,
         "about": (
             f"{sources.title(trace.algorithm)} {sources.direction(trace)}: "
-            f"{sources.common([trace])}; "
-            f"{'one head is shown; ' if p.batch * p.heads > 1 else ''}SRAM of "
-            f"{trace.device.name}{f'; recorded on {gpu}' if gpu else ''}"
+            f"{', '.join(sources.about_shown(trace))}; SRAM of {trace.device.name}"
+            f"{f'; recorded on {gpu}' if gpu else ''}"
         ),
         "provenance": {str(k): str(v) for k, v in trace.provenance.items()},
         "rows": t_r,

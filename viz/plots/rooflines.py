@@ -125,7 +125,7 @@ def roofline(
     floor = min([low * machine.hbm_bandwidth, *(x / 2 for x in slowest)])
     _axes(ax, (low, high), floor, peak * 2.2, "matrix FLOP")
     if bars:
-        _strip(ax, theme, bars * _BAR)
+        _strip(ax, theme, (bars + 0.7) * _BAR)  # and a line for its name
     for spot, tall, text, color, where in names:  # at the side of a bar that has more room
         if not where:  # above a bar of a measured height, which lies among the lines
             beside, offset, ha = float(np.sqrt(min(spot) * max(spot))), (0, 18), "center"

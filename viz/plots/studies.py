@@ -238,7 +238,8 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.set_xticks(at, [f"{b.tiling.block_k}" for b in blocks])
+    small = min(12.5, 150 / len(blocks))  # so that numbers do not touch on a slide
+    ax.set_xticks(at, [f"{b.tiling.block_k}" for b in blocks], fontsize=small)
     for height in dict.fromkeys(rows):
         mine = at[np.array(rows) == height]
         ax.axvspan(mine[0] - 0.5, mine[-1] + 0.5, color=theme.panel, zorder=0, lw=0)
@@ -247,7 +248,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
             ha="center", va="top", fontweight="bold",
         )  # fmt: skip
     ax.grid(axis="y")
-    ax.set_ylim(top=ax.get_ylim()[1] * 2.6)  # leaves room for the legend
+    ax.set_ylim(top=ax.get_ylim()[1] * 6)  # leaves room for the legend
     ax.set_ylabel("relative to the smallest value")
     ax.set_xlabel("columns per tile, grouped by rows per tile", labelpad=22)
     about = (
@@ -255,7 +256,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
         "fit on chip"
     )
     style.heading(ax, theme, _message(blocks), about)
-    ax.legend(loc="upper right", ncols=len(series), fontsize=11, columnspacing=1.2)
+    ax.legend(loc="upper right", fontsize=11)
 
 
 def _message(blocks: list[Any]) -> str:

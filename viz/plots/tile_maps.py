@@ -118,8 +118,8 @@ def tile_map(
         bar.locator = MaxNLocator(steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1)
         bar.formatter = ScalarFormatter(useOffset=False)
     ax.set(
-        xlabel=f"key tile j ({schedule.tiling.block_k} keys each)",
-        ylabel=f"query tile i ({schedule.tiling.block_q} queries each)",
+        xlabel=f"key tile j ({_some(schedule.tiling.block_k, 'key')} each)",
+        ylabel=f"query tile i ({_some(schedule.tiling.block_q, 'query', 'queries')} each)",
     )
     outer = {"queries": "Q-outer", "keys": "KV-outer"}[schedule.outer]
     title = f"{sources.title(trace.algorithm)} {trace.direction}, {outer} loops"
@@ -190,7 +190,7 @@ def mask(
     ax.vlines(schedule.cols[:, 0] - 0.5, -0.5, shape[0] - 0.5, **lines)
     ax.hlines(schedule.rows[:, 0] - 0.5, -0.5, shape[1] - 0.5, **lines)
     tiles = schedule.t_r * schedule.t_c
-    handles = [Patch(facecolor=ramp(theme)(0.5), label=f"kept: {kept:,} scores")]
+    handles = [Patch(facecolor=ramp(theme)(0.5), label=f"kept: {_some(kept, 'score')}")]
     if wasted:
         handles.append(Patch(facecolor=faint, label=f"computed and masked: {wasted:,}"))
     if schedule.n_visits < tiles:
@@ -198,7 +198,10 @@ def mask(
         handles.append(Patch(label=left_out, **skipped))
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1))
     ax.set(xlabel="key", ylabel="query")
-    title = f"{_mask_name(problem)}: {kept / (shape[0] * shape[1]):.0%} of the scores are kept"
+    share = f"{kept / scores.size:.0%}"
+    if 0 < kept < scores.size:  # neither none nor all of them
+        share = {"0%": "under 1%", "100%": "over 99%"}.get(share, share)
+    title = f"{_mask_name(problem)}: {share} of the scores are kept"
     about = f"tiles of {schedule.tiling.block_q} x {schedule.tiling.block_k}"
     heading(ax, theme, title, about)
     _bare(ax)
@@ -212,8 +215,13 @@ def _skipped(theme: Theme) -> dict[str, Any]:
 def _bare(ax: Axes) -> None:
     """Label the axes of tiles or scores with integers, and hide the axis lines."""
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     ax.spines[["left", "bottom"]].set_visible(False)
+
+
+def _some(count: int, one: str, many: str = "") -> str:
+    """Return a count with its noun: "1 key", "64 keys"."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def _mask_name(p: Problem) -> str:
@@ -243,7 +251,7 @@ def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> n
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)
     if quantity == "order":
         # The heads of a group visit a tile one after another; the first visit is numbered.
-        grid[i[::-1], j[::-1]] = walk.order[chosen][::-1]
+        np.fmin.at(grid, (i, j), walk.order[chosen])
         return grid
     grid[i, j] = 0
     if quantity == "flops":

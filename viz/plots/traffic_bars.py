@@ -53,6 +53,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     _few_enough(groups)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
     width = 0.8 / len(ops)
+    every = [tensor for source in groups.values() for tensor in source.by_tensor()]
     middles: list[tuple[float, float, int, str]] = []
     totals: list[tuple[float, int, str]] = []
     for g, (label, source) in enumerate(groups.items()):
@@ -68,7 +69,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
                 if by_op[op]:
                     ax.bar(
                         x, by_op[op], width * 0.92, bottom=bottom, linewidth=0.8,
-                        gid=f"{label}/{op}/{tensor}", **style.tensor_style(tensor, theme),
+                        gid=f"{label}/{op}/{tensor}", **style.tensor_style(tensor, theme, every),
                     )  # fmt: skip
                     name = tensor.removesuffix("_acc")
                     middles.append((x, bottom + by_op[op] / 2, by_op[op], name))
@@ -102,9 +103,9 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     style.unit_axis(ax.yaxis)
     bars = len(groups) * len(ops)
     _name_totals(ax, theme, totals, heights, 11 if bars < 6 else 9.5 if bars < 9 else 7.6)
-    small, unseen = _name_parts(ax, theme, middles)
+    small, unseen = _name_parts(ax, theme, middles, every)
     handles: list[Any] = [
-        Patch(label=tensor, **style.tensor_style(tensor, theme))
+        Patch(label=tensor, **style.tensor_style(tensor, theme, every))
         for tensor in sorted(small, key=_place, reverse=True)
     ]
     handles += [line for line in ax.lines if not str(line.get_label()).startswith("_")]
@@ -126,16 +127,22 @@ def _few_enough(groups: Mapping[str, Any]) -> None:
 
 def _message(groups: Mapping[str, Trace | Traffic]) -> str:
     """Return the title: which of the drawn algorithms moves the fewest bytes."""
-    moved = {label.split(",")[0]: source.bytes() for label, source in groups.items()}
+    moved = {_short(label, source): source.bytes() for label, source in groups.items()}
     if len(moved) < len(groups):  # labels that differ only after a comma
         moved = {label: source.bytes() for label, source in groups.items()}
     most, least = max(moved, key=lambda n: moved[n]), min(moved, key=lambda n: moved[n])
     if len(moved) == 1:
-        return f"{most} moves {style.human(moved[most])}"
+        return f"{most} move{'' if ', ' in most else 's'} {style.human(moved[most])}"
     fewer = moved[most] / moved[least]
     if fewer < 1.005:
         return f"All move {style.human(moved[most])}"
     return f"{least} moves {fewer:.{1 if fewer < 9.95 else 0}f}× fewer bytes than {most}"
+
+
+def _short(label: str, source: Trace | Traffic) -> str:
+    """Return a label without settings; the name of a trace of several kernels has commas."""
+    name = sources.title(source.algorithm)
+    return name if label.startswith(name) else label.split(",")[0]
 
 
 def _place(tensor: str) -> tuple[int, str]:
@@ -204,7 +211,7 @@ _NAMED, _SEEN = 0.045, 0.008
 
 
 def _name_parts(
-    ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]
+    ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]], every: list[str]
 ) -> tuple[set[str], set[str]]:
     """Write tensor names on bar parts that are high enough, to be readable without colour.
 
@@ -216,7 +223,7 @@ def _name_parts(
     seen = {tensor for *_, nbytes, tensor in parts if nbytes > _SEEN * (high - low)}
     for x, y, nbytes, tensor in parts:
         if nbytes > _NAMED * (high - low):
-            shade = tint(tensor, theme.name)
+            shade = tint(tensor, theme.name, every)
             text = ax.text(
                 x, y, tensor, ha="center", va="center", fontsize=11, fontweight="bold",
                 color=style.ink_on(shade),
@@ -230,6 +237,8 @@ def cumulative(
     data: Any, *, quantity: str = "bytes", log: bool = False, ax: Axes, theme: Theme
 ) -> None:
     """Draw the running total of one head's HBM bytes or FLOPs, step by step.
+
+    If a stage's loops run for a group of heads, the totals are those of the group in all stages.
 
     Parameters
     ----------
@@ -248,10 +257,13 @@ def cumulative(
     _few_enough(groups)
     positions = sources.places(trace.algorithm for trace in groups.values())
     unit, ends = "B" if quantity == "bytes" else "FLOP", []
+    wide = max(stage.stride for trace in groups.values() for stage in trace.stages)
     for n, (label, trace) in zip(positions, groups.items(), strict=True):
         walk = Steps(trace)
         steps = np.arange(1, len(walk) + 1)
         total = walk.hbm_bytes.sum(axis=1) if quantity == "bytes" else walk.flops
+        runs = wide / np.array([stage.stride for stage in trace.stages])
+        total = np.cumsum(np.diff(total, prepend=0) * runs[walk.stage])
         look = style.series_style(theme, n)
         ax.plot(steps, total, label=label, **{**look, "marker": ""})
         ax.plot(steps[-1:], total[-1:], ms=9, zorder=3, **{**look, "ls": ""})
@@ -271,7 +283,10 @@ def cumulative(
     if most > least[1]:
         title += f", {max(ends, key=lambda end: end[1])[2]} at {style.human(most, unit)}"
     about = sources.common(groups.values())
-    style.heading(ax, theme, title, about if about.startswith("1 head") else f"one head of {about}")
+    heads = {(sources.share_of_heads(wide, t), sources.about(t)[0]) for t in groups.values()}
+    share, every = min(heads)
+    about = about.replace(every, share, 1) if len(heads) == 1 else f"{wide} of the heads, {about}"
+    style.heading(ax, theme, title, about)
     style.unit_axis(ax.yaxis, unit)
     ax.grid()
     names = [f"{label}: {style.human(y, unit)}" for _, y, label, _ in ends]
@@ -320,7 +335,7 @@ def sram_timeline(
     x, levels = where[inside], np.cumsum(held[inside], axis=1)
     base = np.zeros(len(x))
     for column, name in enumerate(names):
-        top, look = levels[:, column], style.tensor_style(name, theme)
+        top, look = levels[:, column], style.tensor_style(name, theme, trace.tensors)
         ax.fill_between(x, base, top, step="post", lw=0.3, label=name, **look)
         base = top
     peak, limit = int(levels.max()), trace.device.sram_bytes
@@ -374,8 +389,10 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     changes = {key: b.transfers.get(key, 0) - a.transfers.get(key, 0) for key in keys}
     shown = {key: change for key, change in changes.items() if change}
     size = min(12.5, 240 / max(len(shown), 1))  # as high as a bar on a slide
+    every = [tensor for _, _, tensor in keys]
     for y, ((stage, op, tensor), change) in enumerate(shown.items()):
-        ax.barh(y, change, gid=f"{stage}/{op}/{tensor}", **style.tensor_style(tensor, theme))
+        look = style.tensor_style(tensor, theme, every)
+        ax.barh(y, change, gid=f"{stage}/{op}/{tensor}", **look)
         sign, right, ha = ("+", 5, "left") if change > 0 else ("−", -5, "right")
         text = f"{sign}{style.human(abs(change))}"
         style.note(ax, text, (change, y), (right, 0), va="center", ha=ha, fontsize=size)
