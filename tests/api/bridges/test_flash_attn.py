@@ -508,7 +508,7 @@ decode(CACHE[0][0, 0, 0, 0], *CACHE[1:], cache_seqlens=1) -> ShapeError: (batch,
 decode(CACHE[0].to_sparse(), *CACHE[1:]) -> UnsupportedError: q must be a dense tensor
 decode(*CACHE, causal=1) -> DTypeError: causal must be True or False, got 1
 decode(*CACHE, return_lse=TABLE) -> DTypeError: return_lse must be True or False, got tensor(
-decode(*CACHE, splits=-3) -> ShapeError: splits must be at least 1, got -3
+decode(*CACHE, splits=-3) -> ShapeError: splits must be at least 0, got -3
 decode(*CACHE, window=TABLE[0]) -> DTypeError: window= must be a pair (left, right)
 decode(*CACHE, cache_seqlens=2**40) -> ShapeError: cache_seqlens must fit in 32 bits
 decode(*CACHE, cache_seqlens=[1]) -> ShapeError: 2 integers, one per sequence

@@ -170,7 +170,7 @@ def test_a_program_that_imports_transformers_while_it_is_watched(tmp_path):
         "model(torch.arange(8)[None])\n"
     )
     flashsim = "from flashsim.cli.app import app; app()"
-    command = [sys.executable, "-c", flashsim, "watch", str(program), "--csv"]
+    command = [sys.executable, "-c", flashsim, "watch", "--csv", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     rows = [*csv.DictReader(done.stdout.splitlines())]
     assert {row["api"] for row in rows if row["module"] != "total"} == {"transformers, eager"}
