@@ -209,7 +209,8 @@ def of_program(typed: typer.Context, words: list[str] | None) -> list[str]:
     if words[:1] == ["--"]:
         return words[1:]
     own = {name for option in typed.command.params for name in option.opts}
-    if clash := [word for word in words if word.partition("=")[0] in own]:
+    before = words[: words.index("--")] if "--" in words else words
+    if clash := [word for word in before if word.partition("=")[0] in own]:
         raise OptionError(
             f"{clash[0]} after the program could be an option of flashsim or of the program; put "
             "flashsim's options before the program, or -- before the program's"

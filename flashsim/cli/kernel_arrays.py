@@ -117,5 +117,5 @@ def _heads_third(axes: tuple[str, ...]) -> bool:
 
 def forward_of(called: Any) -> Any:
     """Return the `forward` of a `torch.autograd.Function`, given its `apply`; else None."""
-    owner = getattr(called, "__self__", None)
+    owner = called.__self__ if getattr(called, "__name__", "") == "apply" else None
     return getattr(owner, "forward", None) if isinstance(owner, type) else None

@@ -247,7 +247,10 @@ def _call(
     parameters: Mapping[str, inspect.Parameter]
     parameters = inspect.signature(called if forward is None else forward).parameters
     if forward is not None:
-        parameters = dict(list(parameters.items())[1:])  # without ctx
+        import torch
+
+        plain = called.__self__.setup_context is torch.autograd.Function.setup_context
+        parameters = dict(list(parameters.items())[1 if plain else 0 :])  # without ctx
     loose = any(declared.kind is declared.VAR_POSITIONAL for declared in parameters.values())
     arrays.shape(axes_of(called))
     rng = np.random.default_rng(arrays.seed)

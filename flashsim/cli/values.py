@@ -254,7 +254,7 @@ def flags(names: Iterable[str]) -> str:
 
 def _read_file(file: Path) -> Arrays:
     try:
-        if file.is_file() and not zipfile.is_zipfile(file):  # NumPy would speak of pickles
+        if file.is_file() and not zipfile.is_zipfile(file):  # NumPy's error would mention pickles
             raise ValueError("it is not a zip archive")
         with np.load(file, allow_pickle=False) as stored:
             contents = {name: stored[name] for name in stored.files}

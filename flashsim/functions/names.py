@@ -150,6 +150,17 @@ def _leaky_relu(x: Any, negative_slope: Any = 0.01, inplace: bool = False) -> An
     return _where(0 < x, x, x * negative_slope)  # noqa: SIM300  (as nodes are numbered)
 
 
+def _jax_leaky_relu(x: Any, negative_slope: Any = 0.01) -> Any:
+    _recorder_of((x,))  # or raise
+    return _where(x < 0, x * negative_slope, x)
+
+
+def _jax_clip(x: Any, min: Any = None, max: Any = None) -> Any:
+    """Return x between the limits; where x equals a limit, each gets half of the gradient."""
+    x = x if min is None else _max(x, min)
+    return x if max is None else _min(x, max)
+
+
 def _sign(x: Any) -> Any:
     one = 1 if _recorder_of((x,)).kind(x) != FLOAT else 1.0
     return _where(0 < x, one, _where(x < 0, -one, 0 * one))  # noqa: SIM300  (as nodes are numbered)
@@ -190,13 +201,17 @@ def _trunc(x: Any) -> Any:
 
 def _fmod(a: Any, b: Any) -> Any:
     """Return the remainder that has the sign of a."""
-    rest = _recorder_of((a, b)).symbol("mod", abs(a), abs(b))
-    return _where(a < 0, -rest, rest)
+    r = _recorder_of((a, b))
+    whole = r.cast(a, r.kind(a))  # of 32 bits or more, so that abs(-128) is 128
+    rest = r.symbol("mod", abs(whole), abs(b))
+    return _where(whole < 0, -rest, rest)
 
 
-def _round(x: Any) -> Any:
+def _round(x: Any, decimals: Any = 0) -> Any:
     """Round to the nearest integer, and a half to the nearest even one, as NumPy, torch and JAX."""
     r = _recorder_of((x,))
+    if decimals:
+        raise FunctionError(f"round takes no decimals here, got {decimals!r}; scale the value")
     if r.kind(x) != FLOAT:
         return x
     low = r.symbol("floor", x)
@@ -274,6 +289,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("int", "long", "int32"), _to(INT)),
     **dict.fromkeys(("bool", "bool_"), _to(BOOL)),
     **{"jax.div": _lax_div, "jax.gelu": lambda x, approximate=True: _gelu(x, approximate)},
+    **{"jax.leaky_relu": _jax_leaky_relu, "jax.clip": _jax_clip},
     "math.remainder": _no_remainder,
 }
 

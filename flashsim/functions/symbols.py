@@ -188,11 +188,14 @@ class Symbol(_Arithmetic):
         return self._recorder.cast(value, *kind)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in FUNCTIONS:
+        in_place = name.endswith("_") and name[:-1] in FUNCTIONS  # x.clamp_(max=1)
+        if name.startswith("__") or not (in_place or name in FUNCTIONS):
             raise AttributeError(
                 f"a traced value has no attribute {name!r}; use operators, or functions of numpy, "
                 "torch or math"
             )
+        if in_place and name not in FUNCTIONS:
+            return lambda *args, **keywords: _called(name, (self, *args), keywords, None)
         return functools.partial(FUNCTIONS[name], self)
 
 
@@ -382,7 +385,7 @@ def _in_place(name: str, args: Any, keywords: dict[str, Any], result: Symbol) ->
         target = args[0]
     if target is None:
         return result
-    if not isinstance(target, Symbol):
+    if not isinstance(target, Symbol) or isinstance(target, PartlyIndexed):
         raise FunctionError(
             f"the function {name} would write a traced value to an array; use its result instead"
         )

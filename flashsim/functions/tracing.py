@@ -45,6 +45,21 @@ def trace_score(function: Any) -> Traced:
     return _trace(function, (SCORE, *INDICES), FLOAT, "score_mod(score, b, h, q, k)")
 
 
+def score_or_softcap(
+    function: Any, dtype: str, *, alone: bool
+) -> tuple[Graph | None, float | None]:
+    """Return the graph of a score function, or the cap of one that only caps the scores.
+
+    Kernels compute a softcap faster, and more of them support it. `alone` says that nothing else
+    changes the scores before the function. `dtype` is the type in which scores are computed.
+    """
+    graph = function if isinstance(function, Graph) else trace_score(function).graph
+    limits, cap = np.finfo(dtype), graph.softcap if alone else None
+    if cap is not None and float(limits.tiny) <= cap <= float(limits.max):
+        return None, cap
+    return graph, None
+
+
 def trace_mask(function: Any) -> Traced:
     """Return the graph of ``mask_mod(b, h, q, k)``; a `Traced` is returned unchanged."""
     if isinstance(function, Traced):
@@ -287,7 +302,7 @@ class _Tracing:
 
 
 #: Operations whose results may not fit in the type of their integers.
-_WRAPS = ("add", "sub", "mul", "neg", "abs", "shl")
+_WRAPS = ("add", "sub", "mul", "neg", "abs", "shl", "bitor", "bitxor", "floordiv", "where")
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -170,7 +170,8 @@ def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Arr
 def _operand(x: Any, spec: ArraySpec) -> jax.Array:
     """Return a captured array as a JAX array; raise DTypeError if integers lose high bits."""
     operand = jnp.asarray(x)
-    if isinstance(x, np.ndarray) and spec.kind == INT and (x != x.astype(operand.dtype)).any():
+    kept = isinstance(x, jax.Array) or spec.kind != INT
+    if not kept and np.any(np.asarray(x) != np.asarray(operand)):
         raise DTypeError(
             f"the captured array {spec.name} of {x.dtype} has integers that do not fit in JAX's "
             f"{operand.dtype}; use smaller integers, or set jax_enable_x64"
@@ -252,9 +253,13 @@ def _spread(x: Any, axes: frozenset[Any]) -> Any:
 
 def _known(offsets: Any) -> Any:
     """Return 1-D offsets of sequences as a tuple; None, tracers and wrong values stay unchanged."""
-    if offsets is None or isinstance(offsets, jax.core.Tracer) or np.ndim(offsets) != 1:
+    if offsets is None or isinstance(offsets, jax.core.Tracer):
         return offsets
-    return tuple(np.asarray(offsets).tolist())
+    try:
+        known = np.asarray(offsets)
+    except (TypeError, ValueError):  # ragged lists, lists of tracers
+        return offsets
+    return tuple(known.tolist()) if known.ndim == 1 else offsets
 
 
 def _call(

@@ -196,7 +196,7 @@ class Geometry:
 
     @property
     def may_be_causal(self) -> bool:
-        """Return True if nothing says whether a derived problem has a causal mask."""
+        """Return True if no argument tells whether a derived problem is causal."""
         return self.derived and not self.problem.causal and self.constant(_CAUSAL) is None
 
     @property

@@ -29,7 +29,7 @@ from flashsim.errors import (
 )
 from flashsim.functions.graph import Graph, check_extents
 from flashsim.functions.mask import MaskFunction
-from flashsim.functions.tracing import trace_score
+from flashsim.functions.tracing import score_or_softcap
 from flashsim.problem import checks
 from flashsim.problem.masks import BlockMask, call_mask
 
@@ -132,6 +132,7 @@ class Problem:
     score_mod : callable, optional
         ``score_mod(score, b, h, q, k)`` returns the score that replaces the scaled score. It is
         traced too. A problem keeps only its expressions; the captured arrays are passed to `run`.
+        A function that only caps the scores becomes `softcap`; `dataclasses.replace` keeps it.
     score_grads : tuple of str
         The captured arrays of `score_mod` for which a backward pass computes gradients.
     sinks : bool
@@ -207,7 +208,11 @@ class Problem:
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         put("softcap", self._factor("softcap", self.softcap, low=0.0))
         put("scale", self._factor("scale", scale))
-        self._name_softcap(put)
+        if self.score_mod is not None:
+            alone = self.bias is None and not self.softcap  # both come before the function
+            graph, cap = score_or_softcap(self.score_mod, self.compute_dtype, alone=alone)
+            put("score_mod", graph)
+            put("softcap", cap or self.softcap)
         put("shared_prefix", checks.count("shared_prefix", self.shared_prefix))
         self._check_sequences(put)
         if self.page_size is not None:
@@ -243,21 +248,6 @@ class Problem:
                 f"unhashable {type(self.mask).__name__}; pass a function or an instance of a "
                 "frozen dataclass, which are hashable"
             ) from None
-
-    def _name_softcap(self, put: Callable[[str, Any], None]) -> None:
-        """Trace the score function; one that only caps the scores becomes the option `softcap`.
-
-        Kernels compute the option faster, and more of them support it.
-        """
-        if self.score_mod is None:
-            return
-        graph = self.score_mod
-        put("score_mod", graph if isinstance(graph, Graph) else trace_score(graph).graph)
-        cap, limits = self.score_mod.softcap, np.finfo(self.compute_dtype)
-        alone = self.bias is None and not self.softcap  # both come before the function
-        if cap is not None and alone and float(limits.tiny) <= cap <= float(limits.max):
-            put("softcap", cap)
-            put("score_mod", None)
 
     def _check_functions(self, put: Callable[[str, Any], None]) -> None:
         """Trace the mask function, and check that captured arrays are large enough."""
@@ -504,9 +494,7 @@ class Problem:
         `q` and `k` are indices from the start of a sequence, and broadcast against each other.
         """
         mask, shape = self.mask_mod, np.broadcast_shapes(q.shape, k.shape)
-        b = np.arange(self.batch if "b" in mask.per_head else 1)
-        h = np.arange(self.heads if "h" in mask.per_head else 1)
-        b = b.reshape(-1, *(1,) * (len(shape) + 1))
-        h = h.reshape(-1, *(1,) * len(shape))
+        h = np.arange(self.heads if "h" in mask.per_head else 1).reshape(-1, *(1,) * len(shape))
+        b = np.arange(self.batch if "b" in mask.per_head else 1).reshape(-1, *(1,) * h.ndim)
         shape = b.shape[0], h.shape[0], *shape
         return np.broadcast_to(mask.keep(b, h, q, k), shape)

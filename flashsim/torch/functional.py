@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -192,7 +192,7 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
     if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
         return cu_seqlens
     if not torch.compiler.is_compiling():
-        whole = isinstance(cu_seqlens, Iterable) and not isinstance(cu_seqlens, Mapping)
+        whole = isinstance(cu_seqlens, Sequence) or hasattr(cu_seqlens, "__array__")
         if not whole or not all(checks.is_int(x) and abs(x) < 2**63 for x in cu_seqlens):
             raise ShapeError(f"{name} must be a list of integer offsets, got {shown(cu_seqlens)}")
     return torch.tensor(cu_seqlens, dtype=torch.int64, device="cpu")

@@ -260,7 +260,10 @@ _SPECIAL = frozenset((*_SINKS, "cu_seq_lens_q", *_REFUSED))
 
 
 def _records_probabilities() -> bool:
-    """Return True if the model shall return the probabilities; some models do not tell layers."""
+    """Return True if the caller requested the probabilities.
+
+    Some models do not pass this flag to their layers.
+    """
     if torch.compiler.is_compiling():
         return False
     return any("attentions" in name for name in output_capturing._active_collector.get() or ())

@@ -62,7 +62,7 @@ class Driver:
 
 
 class NotCompiled:
-    """What a kernel's launch or `warmup` returns: an object that knows nothing of machine code."""
+    """Stands for the compiled kernel that a launch or `warmup` returns; has no machine code."""
 
     def __init__(self, kernel: str) -> None:
         self._kernel = kernel
@@ -103,8 +103,9 @@ def standing_in(*, available: bool = False) -> Iterator[None]:
         }
         for name in on_import.keys() & sys.modules.keys():
             on_import.pop(name)()
-        stack.enter_context(mock.patch.object(sys, "meta_path", [*sys.meta_path]))
-        sys.meta_path.insert(0, _AfterImport(on_import))
+        finder = _AfterImport(on_import)
+        sys.meta_path.insert(0, finder)
+        stack.callback(sys.meta_path.remove, finder)
         yield
 
 
@@ -170,7 +171,7 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
                 made.fill_(float("nan"))  # as `_with_nan`
             return made
 
-    empties = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
+    empties = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
     with_nan = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
     stack.enter_context(KeptOnCpu())
 
@@ -182,7 +183,7 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
     stack.enter_context(mock.patch.object(torch, "set_default_device"))
     for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"):
         stack.enter_context(mock.patch.object(torch.cuda, name))
-    for name in ("Event", "Stream", "current_stream", "device", "stream"):
+    for name in ("Event", "Stream", "current_stream", "default_stream", "device", "stream"):
         stack.enter_context(mock.patch.object(torch.cuda, name, _Nothing))
     for name, value in _device_facts().items():
         stack.enter_context(mock.patch.object(torch.cuda, name, _said(torch, name, value)))
@@ -191,7 +192,9 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
 
 
 class _Nothing:
-    """Stands in for a CUDA event or stream, or a context of one: every method does nothing."""
+    """Stands in for a CUDA event or stream, or a context of one: other methods do nothing."""
+
+    cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -204,6 +207,9 @@ class _Nothing:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, end: Any) -> float:
         return float("nan")

@@ -13,11 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from flashsim.errors import DTypeError, UnsupportedError
+
+
+def _lgamma(x: float) -> float:
+    """Return the logarithm of |Gamma(x)|: infinity at 0, -1, -2, ..., as in CUDA."""
+    return math.inf if math.isinf(x) or (x <= 0 and x == int(x)) else math.lgamma(x)
+
 
 #: Functions that NumPy and libdevice call by the same name.
 _SAME = (
@@ -30,19 +35,17 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME},
     **{f"a{name}": getattr(np, f"arc{name}") for name in ("cos", "sin", "tan", "tan2")},
     **{f"a{name}": getattr(np, f"arc{name}") for name in ("cosh", "sinh", "tanh")},
-    **{
-        name: np.vectorize(getattr(math, name), otypes=[float])
-        for name in ("erf", "erfc", "lgamma")
-    },
+    **{name: np.vectorize(getattr(math, name), otypes=[float]) for name in ("erf", "erfc")},
     **{f"fast_{name}": getattr(np, name) for name in ("cos", "exp", "log", "log2", "log10", "sin")},
     "fast_fdividef": np.divide,
     "fast_pow": np.power,
     "fast_tan": np.tan,
+    "lgamma": np.vectorize(_lgamma, otypes=[float]),
     "fma": lambda x, y, z: x.astype(np.float64) * y + z,
     "nearbyint": np.rint,
     "pow": np.power,
     "powi": np.power,
-    "round": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x),
+    "round": lambda x: np.trunc(x) + np.where(np.abs(x - np.trunc(x)) >= 0.5, np.sign(x), 0),
     "rsqrt": lambda x: 1 / np.sqrt(x),
 }
 
@@ -59,8 +62,8 @@ def computed(symbol: str, operands: Sequence[np.ndarray]) -> np.ndarray:
 
 
 @contextmanager
-def replaced(scope: dict[str, Any], semantic: Any) -> Iterator[None]:
-    """Replace libdevice's stubs, in their modules and in a kernel's globals `scope`."""
+def replaced(semantic: Any) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Replace libdevice's stubs in their modules; yield a function that does so in globals."""
     from triton.language.extra import libdevice as stubs
     from triton.language.extra.cuda import libdevice
 
@@ -70,15 +73,23 @@ def replaced(scope: dict[str, Any], semantic: Any) -> Iterator[None]:
         if hasattr(stubs, name) and getattr(function, "__module__", "") == libdevice.__name__
     }
     homes = stubs.__name__, libdevice.__name__
-    bound = {
-        key: ours[value.__name__]
-        for key, value in scope.items()
-        if getattr(value, "__module__", "") in homes and getattr(value, "__name__", "") in ours
-    }
+
+    def put(names: dict[str, Any], new: dict[str, Any]) -> None:
+        stack.callback(names.update, {key: names[key] for key in new})
+        names.update(new)
+
+    def bind(scope: dict[str, Any]) -> None:
+        found = {
+            key: ours.get(getattr(value, "__name__", ""))
+            for key, value in scope.items()
+            if getattr(value, "__module__", "") in homes
+        }
+        put(scope, {key: new for key, new in found.items() if new is not None})
+
     with ExitStack() as stack:
-        for names, new in ((vars(stubs), ours), (vars(libdevice), ours), (scope, bound)):
-            stack.enter_context(mock.patch.dict(names, new))
-        yield
+        put(vars(stubs), ours)
+        put(vars(libdevice), ours)
+        yield bind
 
 
 def _called(function: Callable[..., Any], semantic: Any, *operands: Any) -> Any:

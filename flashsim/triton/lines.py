@@ -80,7 +80,7 @@ def failure(kernel: str, place: tuple[int, ...], error: Exception, folder: str) 
     text = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
     compiled_only = "Did you forget to add @triton" in text
     if compiled_only:
-        text = "Gluon and tl.extra.cuda exist only in compiled kernels"
+        text = "Gluon and tl.extra.cuda, except libdevice, exist only in compiled kernels"
     if compiled_only or isinstance(root, (NotImplementedError, AttributeError)):
         return UnsupportedError(
             f"{where}: Triton's interpreter cannot run this ({text}); write it with tl.load, "

@@ -112,7 +112,7 @@ class Interpreter:
             run.rewritten_fn.clear()
             run.rewritten_fn.update(rewritten)
             for scope, names in self._scopes.values():
-                for name in set(scope) - names:
+                for name in names & set(scope):
                     del scope[name]
 
     def _run(self, kernel: Any, interpreted: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,8 +132,11 @@ class Interpreter:
 
         def remembering(function: Any) -> Any:
             scope = function.fn.__globals__
-            self._scopes.setdefault(id(scope), (scope, set(scope)))
-            return rewrite(function)
+            before = set(scope)
+            rewritten = rewrite(function)
+            _, added = self._scopes.setdefault(id(scope), (scope, set()))
+            added |= set(scope) - before
+            return rewritten
 
         return remembering
 
@@ -152,6 +155,7 @@ class Interpreter:
             scope = patch(fn)
             if self._patched is not None:
                 self._patched.add(id(fn.__globals__))
+                self._bind(fn.__globals__)
             tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
             ours = getattr(tl.make_block_ptr, "__module__", "") == block_pointers.__name__
             if not has_blocks and not ours:
@@ -376,7 +380,8 @@ class Interpreter:
         try:
             self._patched = {id(fn.__globals__)}
             interpreter.interpreter_builder.set_grid_dim(*grid, *(1,) * (3 - len(grid)))
-            with libdevice.replaced(fn.__globals__, interpreter.interpreter_semantic):
+            with libdevice.replaced(interpreter.interpreter_semantic) as self._bind:
+                self._bind(fn.__globals__)
                 yield
         finally:
             self._patched = None
@@ -404,7 +409,8 @@ class Interpreter:
         self.memory.silent, self.memory.observer = True, look
         with self.entered():
             names = ran.function.__globals__  # the interpreter's names in them are gone by now
-            self._scopes.setdefault(id(names), (names, set(names)))
+            new = set(vars(self.at.interpreter)) - set(names)
+            self._scopes[id(names)] = names, new
             for name, value in vars(self.at.interpreter).items():
                 names.setdefault(name, value)
             try:

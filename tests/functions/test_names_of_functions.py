@@ -180,6 +180,9 @@ def test_arithmetic_of_narrow_integers_wraps_around(dtype):
         lambda x, y, k: (~x * x).astype(np.int32) - k,
         lambda x, y, k: (x + k).astype(np.int8) + y,
         lambda x, y, k: np.where(k > 3, x, x.astype(dtype)) * 2,
+        lambda x, y, k: (x ^ -1) + (x | -1) if dtype != "uint8" else x ^ 255,
+        lambda x, y, k: x // np.where(k > 3, y | 1, -1).astype(dtype),
+        lambda x, y, k: np.fmod(x, 7),
     ):
         expected = function(values, bytes_, AT.astype(np.int32))
         traced = lambda k, f=function, of=expected: f(values[k], bytes_[k], k) == of[k]  # noqa: E731
@@ -213,13 +216,16 @@ def test_functions_that_overwrite_an_argument():
 
     def score(s, b, h, q, k):
         np.multiply(s, 2, out=s)
-        for name, told in (("relu_", {}), ("silu", {"inplace": True}), ("exp", {})):
+        s.relu_()
+        for name, told in (("silu", {"inplace": True}), ("exp", {})):
             s.__torch_function__(SimpleNamespace(__name__=name), (), (s,), told)
         return s
 
     close(score, 2 * SCORE * special.expit(2 * SCORE))
     with pytest.raises(FunctionError, match="add would write a traced value to an array"):
         on_keys(lambda k: np.add(k, 1, out=np.zeros(9)) > 0)
+    with pytest.raises(FunctionError, match="add would write a traced value to an array"):
+        on_keys(lambda k: np.add(k, 1, out=TABLE[k]) > 0)
 
 
 ROW, TABLE, ONE_NUMBER = np.arange(9.0), np.arange(18.0).reshape(2, 9), np.array(3)

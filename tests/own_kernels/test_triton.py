@@ -35,7 +35,7 @@ from flashsim.errors import (
     UnsupportedError,
 )
 from flashsim.own_kernels.answer import answer
-from flashsim.triton import trace, watch
+from flashsim.triton import libdevice, trace, watch
 
 pytestmark = pytest.mark.promise("three counts equal", "bridges equal their library")
 
@@ -99,10 +99,14 @@ def test_attention_forward_and_backward(n, dtype, causal):
 def test_a_softmax_in_two_passes():
     x, (rows, n) = draw((48, 200))[0], (48, 200)
 
+    scope = vars(example("softmax"))
     with watch() as seen:
         y = example("softmax").softmax(x)
+        scope["made_inside"] = y
     traced = seen.result()
 
+    assert scope.pop("made_inside") is y, "a name of the user's own module is gone"
+    assert "interpreter_builder" not in scope
     e = np.exp(x - x.max(axis=1, keepdims=True))
     np.testing.assert_allclose(y, e / e.sum(axis=1, keepdims=True), rtol=1e-5)
     assert without_stages(traced.trace.transfers) == {
@@ -531,6 +535,13 @@ def test_values_that_a_program_holds_at_once(tmp_path):
 
     assert set(held) >= {"acc", "m", "l", "s", "p"}
     assert held["acc"] == ((32, 16), 32 * 16 * 4)
+
+
+def test_numbers_of_libdevice():
+    near, far, half = np.float32([0.49999997, 8388609, -2.5])
+    whole = libdevice.computed("__nv_roundf", [np.array([near, far, half])])
+    assert whole.tolist() == [0, far, -3]
+    assert libdevice.computed("__nv_lgammaf", [np.float32([0, -2, 5])]).tolist()[:2] == [np.inf] * 2
 
 
 def test_functions_of_libdevice():

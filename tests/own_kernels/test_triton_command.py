@@ -200,6 +200,13 @@ def asked_and_failed():
         raise KeyError("on purpose")
 
 
+def test_finders_that_an_import_adds_stay():
+    finder = object()
+    with standing_in():
+        sys.meta_path.append(finder)
+    assert sys.meta_path.pop() is finder
+
+
 def test_the_driver_is_put_back_after_an_error():
     before = dict(vars(triton.runtime.driver))
     with pytest.raises(KeyError, match="on purpose"):

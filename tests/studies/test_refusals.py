@@ -113,6 +113,8 @@ time(Problem(64, head_dim=64, dtype="bfloat16", score_mod=functions.alibi(1)))
 time(Problem(64, dtype="bfloat16", score_mod=functions.alibi(1)), algorithm="standard")
     -> UnsupportedError: time of a score function ... use flashsim.count
 time(splits=4) -> OptionError: 'flash2' cannot split keys
+time(Problem(512, head_dim=64, dtype="float16"), direction="backward", algorithm="flash2-once",
+    device="H100") -> UnsupportedError: exactly one tile of 128 keys
 time(deterministic=False) -> OptionError: direction='backward'
 decoded(tiling=Tiling(16, 16)) -> OptionError: leave out tiling=
 decoded(kernels="hopper") -> OptionError: leave out kernels=

@@ -246,7 +246,8 @@ def _named(
         return checks.one_of("kernels", kernels, CALIBRATED)
     if device.compute_capability != (9, 0):
         return "portable"
-    possible = problem.fp8 or not HOPPER.refusal(problem, tiling, Gpu.like(device), *asked)
+    only = problem.fp8 or {"flash2-once", "flash2-fused-first"} & {*asked}
+    possible = only or not HOPPER.refusal(problem, tiling, Gpu.like(device), *asked)
     return "hopper" if possible else "portable"
 
 

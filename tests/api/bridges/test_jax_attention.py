@@ -299,9 +299,11 @@ def test_captured_integers_of_more_bits_than_jaxs_are_refused():
     with jax.enable_x64(False):
         q, k, v = (x.astype("float32") for x in (q, k, v))
         close(call(q, k, v, mask_mod=mask), v)
-        numbers = numbers + 2**32
-        with pytest.raises(DTypeError, match=r"numbers of int64 .* do not fit in JAX's int32"):
-            call(q, k, v, mask_mod=mask)
+        wide, torch = numbers + 2**32, pytest.importorskip("torch")
+        for library in (np.asarray, torch.from_numpy):
+            numbers = library(wide)
+            with pytest.raises(DTypeError, match=r"numbers of .*int64 .* not fit in JAX's int32"):
+                call(q, k, v, mask_mod=mask)
 
 
 def traced(ask):

@@ -692,7 +692,9 @@ def test_a_script_is_run_and_counted(tmp_path):
 def test_an_option_of_both_after_the_program_is_refused_except_after_two_dashes(tmp_path):
     unclear = command(tmp_path, PROGRAM, own=["--device=A100"])
     clear = command(tmp_path, PROGRAM, own=["--", "--device=A100"])
+    later = command(tmp_path, PROGRAM, own=["1", "--", "--json"])
 
+    assert "said ['1', '--', '--json']" in later.stdout
     assert unclear.exit_code == 2
     assert "--device=A100 after the program could be an option of flashsim" in unclear.stderr
     assert "said ['--device=A100']" in clear.stdout
