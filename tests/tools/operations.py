@@ -6,12 +6,13 @@ from llvmlite import ir
 from numba import njit
 
 from flashsim.engines.cpu.micro_kernels import registers
+from flashsim.engines.cpu.primitives.inline_jit import Whole
 
 
 def jitted(operation):
-    """Return an operation as a function that Python can call."""
+    """Return an operation as a function for Python, which shares code with no other one."""
 
-    @njit
+    @njit(pipeline_class=Whole)
     def call(cpu, *args):
         operation(cpu, *args)
 
