@@ -26,10 +26,10 @@ class Portable(Family):
                 f"to {widest}); use algorithm='flash2-fused' here"
             )
         what = f"{direction} at head_dim={problem.head_dim}, {problem.dtype}"
-        possible = ", ".join(map(str, self.possible(asked)))
         if tiling is None:
             if self.fastest(asked):
                 return None
+            possible = self._listed(asked)
             why = f"there is no default tiling for {what} on {gpu.name}"
             why += (
                 f"; pass tiling=, one of: {possible}" if possible else ", and no tile is possible"
@@ -43,10 +43,15 @@ class Portable(Family):
                 why += f"{gpu.shared_bytes:,} B per thread block"
             else:
                 return None
-            why = f"{what}: a {tiling} tile {why}; possible tiles: {possible or 'none on this GPU'}"
+            possible = self._listed(asked) or "none on this GPU"
+            why = f"{what}: a {tiling} tile {why}; possible tiles: {possible}"
         if tiling is None and problem.block_mask is not None:
             why += f" (a tiling must divide the cells of the block mask, {problem.block_mask!r})"
         return why
+
+    def _listed(self, asked: PassRequest) -> str:
+        """Return all possible tilings as text; trying each takes more than a millisecond."""
+        return ", ".join(map(str, self.possible(asked)))
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """Return all tilings with which the kernels run on this GPU, smallest first."""

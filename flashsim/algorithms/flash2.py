@@ -25,6 +25,7 @@ from flashsim.algorithms.score_tile import (
     reduce_dbias,
     score_gradient,
     score_tile,
+    sink_probability,
 )
 from flashsim.algorithms.sram import Sram
 from flashsim.schedule.schedule import Visit
@@ -157,8 +158,7 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
                 delta_i -= dL_i
             if sram.problem.sinks:  # a sink has P = exp(sink - L) and no value: dSink = -P delta
                 sink, L_i = sram.load(hbm.sink, slice(0, 1)), sram.load(hbm.L, rows)
-                P_sink = np.exp(sink - np.where(np.isneginf(sink), 0, L_i))  # no -inf + inf
-                of_sink = -(P_sink * delta_i).sum(axis=-1, keepdims=True)
+                of_sink = -(sink_probability(sink, L_i) * delta_i).sum(axis=-1, keepdims=True)
             sram.store(hbm.delta, rows, delta_i)
             if sram.problem.sinks:
                 sram.reduce(hbm.dSink, slice(0, 1), of_sink)

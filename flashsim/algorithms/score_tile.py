@@ -24,6 +24,14 @@ def finite(m: np.ndarray) -> np.ndarray:
     return np.where(unseen(m), 0, m)
 
 
+def sink_probability(sink: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """Return exp(sink - lse), the share of a row's softmax that goes to its head's sink.
+
+    A sink of -inf gets 0, also in a row without keys, whose LSE is -inf too.
+    """
+    return np.exp(sink - np.where(np.isneginf(sink), 0, lse))
+
+
 def log_sum_exp(m: np.ndarray, l: np.ndarray) -> np.ndarray:
     """Return the LSE of rows with maximum m and sum l, which is -inf for rows that saw no key."""
     return np.where(unseen(m), -np.inf, m + np.log(np.where(l == 0, 1, l)))

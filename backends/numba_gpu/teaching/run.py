@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numba import config, cuda
 
+from flashsim.algorithms.score_tile import sink_probability
 from flashsim.backends import failures
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import Lowered, check, lower
@@ -145,8 +146,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
             more = functions.gradients(call.shape.functions, device.host(sums))
         if p.sinks:
             rows, less = (device.host(x) for x in (lse, delta))
-            sinks = _sinks(job)[:, None]
-            weight = np.exp(sinks - np.where(np.isneginf(sinks), 0, rows))
+            weight = sink_probability(_sinks(job)[:, None], rows)
             more["dsinks"] = -(weight * less).sum(axis=(0, 2))
         results |= {name: device.taken(x) for name, x in more.items()}
         results = {name: device.given(array, job.q) for name, array in results.items()}

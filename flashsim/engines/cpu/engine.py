@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashsim.algorithms.score_tile import finite
+from flashsim.algorithms.score_tile import finite, sink_probability
 from flashsim.engines.cpu import heuristics, kernels_decode, tables, threads, work_tiles
 from flashsim.engines.cpu.functions import panels
 from flashsim.engines.cpu.micro_kernels import registers
@@ -96,8 +96,7 @@ def backward(
     arrays |= {f"d:{name}": sums for name, sums in engine.captured.items()}
     if job.sinks is not None:
         rows = (p.batch, p.heads, p.n_q)
-        sinks = job.sinks[:, None]
-        weight = np.exp(sinks - np.where(np.isneginf(sinks), 0, saved["L"].reshape(rows)))
+        weight = sink_probability(job.sinks[:, None], saved["L"].reshape(rows))
         arrays["dsinks"] = -(weight * delta.reshape(rows)).sum(axis=(0, 2), dtype=real)
     return engine.outcome(arrays)
 

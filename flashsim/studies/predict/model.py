@@ -155,7 +155,7 @@ def predict(
             f"{algorithm!r} cannot split keys; use algorithm='flash-decode', or leave out splits="
         )
     inputs.check_tiling(tiling)
-    kernels = _named(kernels, problem, tiling, device, direction, algorithm)
+    kernels = family_name(kernels, problem, tiling, device, direction, algorithm)
     if pack_gqa and direction == "backward":
         raise OptionError("a backward pass packs no query heads; leave out pack_gqa=")
     how = direction, algorithm, kernels, tiling, device, pack_gqa
@@ -189,7 +189,7 @@ def _form(
     device: Device,
 ) -> str:
     """Return the algorithm that `Result.backward(deterministic)` runs on the device."""
-    named = _named(kernels, problem, tiling, device, "backward", algorithm)
+    named = family_name(kernels, problem, tiling, device, "backward", algorithm)
     family, gpu = _family(named, "backward"), Gpu.like(device)
     form, ordered = fastest_backward(
         problem, gpu, lambda _: family, algorithm, deterministic, tiled=tiling is not None
@@ -238,7 +238,7 @@ def _prepare(
     return passes, traffic
 
 
-def _named(
+def family_name(
     kernels: str | None, problem: Problem, tiling: Tiling | None, device: Device, *asked: str
 ) -> str:
     """Return the kernel family that the caller named, or the one that the backend chooses."""

@@ -19,7 +19,7 @@ from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE
 from flashsim.studies.predict.decode_time import ALGORITHM as DECODES
-from flashsim.studies.predict.model import predict
+from flashsim.studies.predict.model import family_name, predict
 
 #: The default number of GPUs per host.
 HOST = 8
@@ -171,13 +171,12 @@ def spread(
 def _seconds(
     problem: Problem, direction: str, algorithm: str, kernels: str | None, device: Device
 ) -> float:
-    how: dict[str, Any] = {"direction": direction, "algorithm": algorithm, "device": device}
-    found = predict(problem, **how, kernels=kernels)
+    constants = None
     if algorithm in ("flash2", "flash2-fused"):  # other predictions have no power limit
-        known = CALIBRATED[found.kernels]
-        constants = {name: c._replace(throttle=0.0) for name, c in known.items()}
-        found = predict(problem, **how, kernels=found.kernels, constants=constants)
-    return found.seconds
+        kernels = family_name(kernels, problem, None, device, direction, algorithm)
+        constants = {name: c._replace(throttle=0.0) for name, c in CALIBRATED[kernels].items()}
+    how: dict[str, Any] = {"direction": direction, "algorithm": algorithm, "kernels": kernels}
+    return predict(problem, **how, constants=constants, device=device).seconds
 
 
 def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:
