@@ -115,7 +115,7 @@ def test_a_forged_program_is_no_solution(name):
 
 
 def test_a_program_that_takes_too_long():
-    handed = Handed(program=attacks.program(*[[1, "strip", [{"sram": 0}], {}]] * 10**4))
+    handed = Handed(program=attacks.program(*[[1, "strip", [{"sram": 0}], {}]] * 10**5))
     marks, _ = grading.judge(handed, FLASH2, "", time.perf_counter(), 0.05)
     assert marks.marks[0].words == (
         "the recorded program takes too long to replay; load and store fewer, larger tiles"
